@@ -147,7 +147,7 @@ class Soak:
 
         async def kept(self: WeightSync, version: int) -> Any:
             folder = run_dir / "versions" / f"{version:06d}"
-            async with self._policy.hold(version):
+            async with self._policy.hold():
                 await self._policy.write(WeightFiles(directory=folder, file_bytes=2**30, remedy="free space"))
             return await publish(self, version)
 

@@ -1,4 +1,4 @@
-"""`python -m megatron_daro` is the console command `megatron-daro`; a missing package is said in a sentence."""
+"""`python -m megatron_daro` is the console command `megatron-daro`; a missing package is reported in a sentence."""
 
 import signal
 import sys
@@ -18,7 +18,7 @@ def main() -> int:
         )
         return 1
     code = run()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and closed: one more Ctrl-C would be a traceback
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done and closed: one more Ctrl-C would only cause a traceback
     return code
 
 

@@ -13,7 +13,7 @@ _BARE_BOX = re.compile(r"[^\s$]+")
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last `\boxed` (or `\fbox`); None when there is none or it was cut off.
+    r"""Return the content of the last `\boxed` (or `\fbox`); None when there is none or it was cut off.
 
     `\boxed 42` without braces gives `42`. An earlier box never replaces a later one that was cut off.
     """
@@ -31,7 +31,8 @@ def last_box(text: str) -> str | None:
 
 
 def _matching_brace(text: str, start: int) -> int | None:
-    """Index of the `}` that closes the `{` at `start`; escaped braces do not count. None when it is never closed."""
+    """Return the index of the `}` that closes the `{` at `start`; escaped braces do not count. None when it is never
+    closed."""
     depth = 0
     for brace in _BRACE.finditer(text, start):
         if brace.group() == "{":

@@ -2,9 +2,9 @@
 
 Controller -> `Checkpoints.save` -> RUN/checkpoints/step_000020/ = what the policy wrote, waiting.parquet (groups that
 wait, if any), state.json (the controller's state), made_with.json (what the run was made of), manifest.json (size and
-SHA-256 of every file, written last); then RUN/checkpoints/latest. `find_latest_valid` gives the newest one that is
-whole. It is written beside its place, synced and renamed, so no reader ever sees half of one. It refuses torn and
-edited checkpoints, and reads JSON only.
+SHA-256 of every file, written last); then RUN/checkpoints/latest. A checkpoint is written beside its final place,
+synced and renamed, so no reader ever sees half of one. `find_latest_valid` returns the newest one that is whole; it
+refuses torn and edited checkpoints, and reads JSON only.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ STATE = "state.json"
 PROVENANCE = "made_with.json"
 LATEST = "latest"
 STATE_FORMAT = 3
-"""Of state.json and made_with.json. It goes up when a key of theirs goes, comes or changes its meaning."""
+"""Format of state.json and made_with.json; goes up when one of their keys is added, removed or changes its meaning."""
 _STEP_DIRECTORY = re.compile(r"step_(\d{6,})")
 _HASH_THREADS = 4
 
 
 class _Strict(BaseModel):
-    """Values of these types only: "3" is no number."""
+    """Accept values of exactly these types: "3" is not a number."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -50,7 +50,7 @@ class _FileEntry(_Strict):
 
 
 class _Manifest(_Strict):
-    """manifest.json, which nothing vouches for: the other files are as they were written where they fit to it."""
+    """manifest.json. The other files are verified against it; the manifest itself is not verified."""
 
     format: Literal[1]
     files: dict[str, _FileEntry]
@@ -66,8 +66,8 @@ class Checkpoints:
 
         Args:
             run_dir: the run directory.
-            keep: newest checkpoints that stay, at least 1.
-            keep_every: the first at or after each multiple of so many steps stays as well; 0: none.
+            keep: how many of the newest checkpoints stay, at least 1.
+            keep_every: the first checkpoint at or after each multiple of this many steps stays as well; 0: none.
             provenance: what the run is made of (runtime/provenance.py), written into every checkpoint.
         """
         self._directory = Path(run_dir) / "checkpoints"
@@ -90,9 +90,9 @@ class Checkpoints:
             The checkpoint's directory.
 
         Raises:
-            CheckpointError: it could not be written (a full disk is named). Nothing is left of one that was not in its
-                place, and earlier checkpoints are as they were. What `write` raises otherwise passes through, after the
-                same clean-up.
+            CheckpointError: it could not be written (a full disk is named). If it was not in its final place yet,
+                nothing of it is left, and earlier checkpoints are as they were. Other errors of `write` pass through,
+                after the same clean-up.
         """
         final = self._directory / _name(step)
         temporary = final.with_name(final.name + ".tmp")
@@ -115,7 +115,8 @@ class Checkpoints:
         return final
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        """Into place by rename. `latest` is written before and renamed after: from here on no disk space is needed."""
+        """Rename the checkpoint into place, and then `latest`, which is written before: the renames need no disk
+        space."""
         pointer = self._directory / (LATEST + ".tmp")
         durable.write(pointer, final.name + "\n")
         if final.exists():
@@ -126,7 +127,7 @@ class Checkpoints:
         durable.sync(self._directory)
 
     def _prune(self, newest: Path, notices: Notices) -> None:
-        """Remove the oldest beyond `keep`, and what crashes left."""
+        """Remove the oldest checkpoints beyond `keep`, and unfinished ones that crashes left behind."""
         directories = step_directories(self._directory)
         kept = [newest, *(path for path in directories if path != newest)][: self._keep]
         if self._keep_every:  # a batch of several steps may pass a multiple: the first at or after each stays
@@ -144,7 +145,7 @@ class Checkpoints:
 
 
 class BackgroundSave:
-    """One checkpoint at a time, written while the training goes on, and the step of the newest."""
+    """Writes one checkpoint at a time while training goes on, and knows the step of the newest."""
 
     def __init__(self, notices: Notices) -> None:
         """Begin without a checkpoint. Args: notices: warned of one that was lost."""
@@ -163,7 +164,7 @@ class BackgroundSave:
         self._written_step = step
 
     async def begin(self, step: int, save: Callable[[Callable[[], None]], Awaitable[object]]) -> None:
-        """Wait for the one before, start `save(captured)`, and return when it has called `captured` or is done.
+        """Wait for the previous save, start `save(captured)`, and return when it has called `captured` or is done.
 
         Raises:
             CheckpointError: one of the two could not be written.
@@ -179,8 +180,8 @@ class BackgroundSave:
         self.check()
 
     def check(self) -> None:
-        """Take note of how the writing ended, if it did. One that was lost with a rank is a warning, and `step` is that
-        of the one before again. Raises CheckpointError: it could not be written."""
+        """Note how the save ended, if it has. If it was lost with a rank, only warn; `step` is again that of the
+        checkpoint before. Raises CheckpointError: the checkpoint could not be written."""
         if self._task is None or not self._task.done():
             return
         task, self._task = self._task, None
@@ -192,13 +193,13 @@ class BackgroundSave:
             self._written_step = self._writing_step
 
     async def finished(self) -> None:
-        """Wait until nothing is being written. Raises CheckpointError: it could not be."""
+        """Wait until nothing is being written. Raises CheckpointError: the checkpoint could not be written."""
         if self._task is not None:
             await asyncio.wait({self._task})
             self.check()
 
     async def end(self, *, at_once: bool) -> None:
-        """Wait until nothing is being written, whatever became of it; `at_once`: give it up."""
+        """Wait until nothing is being written, and only warn of an error; `at_once`: cancel the save first."""
         task, self._task = self._task, None
         if task is not None:
             if at_once:
@@ -253,7 +254,7 @@ def set_newer_aside(checkpoint: Path) -> None:
 
 
 def verify(checkpoint: Path, *, hashes: bool = True) -> None:
-    """Compare every file with the manifest; hidden ones, which file systems and desktops leave, are none of it.
+    """Compare every file with the manifest; extra hidden files, which file systems and desktops leave, are ignored.
 
     Args:
         checkpoint: its directory. hashes: also compare SHA-256, not only sizes.
@@ -295,8 +296,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_provenance(checkpoint: Path) -> dict[str, Any] | None:
-    """Return what the run was made of when it wrote this checkpoint, which `verify` accepted; None for one that does
-    not say. Use `check_format` first."""
+    """Return what the run was made of when it wrote this checkpoint, which `verify` accepted; None if it does not say.
+    Call `check_format` first."""
     path = checkpoint / PROVENANCE
     return json.loads(path.read_bytes()) if path.exists() else None
 
@@ -385,7 +386,7 @@ def _digests(directory: Path, names: list[str]) -> dict[str, str]:
 
 
 def _read_manifest(checkpoint: Path) -> _Manifest:
-    """Return the manifest. Raises CheckpointError: says what stands where something else belongs."""
+    """Return the manifest. Raises CheckpointError: names the first entry that is wrong, and its value."""
     path = checkpoint / MANIFEST
     if why := why_no_file(path):
         raise CheckpointError(f"{path}: {why}; use another checkpoint")
@@ -403,7 +404,7 @@ def _read_manifest(checkpoint: Path) -> _Manifest:
 
 
 def _file_size(path: Path) -> int | None:
-    """Return the bytes of a file; None where there is none, or none can have that name."""
+    """Return the bytes of a file; None if there is no such file, or no file can have that name."""
     try:
         return path.stat().st_size if path.is_file() else None
     except OSError:

@@ -43,7 +43,7 @@ EXIT_CODES = {
     EXIT_NONFINITE: "a loss or gradient was not finite",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C, SIGTERM or a closed terminal; the last line says what was saved",
 }
-"""What the documentation's table says; a test compares them."""
+"""What the documentation's table of exit codes says; a test compares the two."""
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file (docs/configuration.md).", show_default=False)
@@ -194,8 +194,9 @@ def _resolve(config_file: Path, overrides: Sequence[str] | None, *, dry_run: boo
 
 
 def _cluster_hardware() -> tuple[Hardware | None, ConfigError | None]:
-    """Return what the cluster of RAY_ADDRESS has (None without one: Ray is not imported for nothing), and why it does
-    not answer: what is wrong with a configuration is said first, and a run that needs no cluster asks none."""
+    """Return the hardware of the cluster at RAY_ADDRESS (None without one; Ray is then not imported), and the error if
+    it does not answer. That is not raised here: errors of the configuration come first, and some runs need no
+    cluster."""
     if not os.environ.get("RAY_ADDRESS"):
         return None, None
     from megatron_daro.config.hardware import unknown
@@ -208,7 +209,7 @@ def _cluster_hardware() -> tuple[Hardware | None, ConfigError | None]:
 
 
 def _dry_run(config: Config, *, resume: bool, replay: Path | None) -> None:
-    """Do what of a start needs no process of the run, as the start itself does it."""
+    """Do the part of a start that needs no process of the run, and print what it finds."""
     from megatron_daro.runtime.preflight import dry_run
 
     lines = dry_run(config, resume=resume, replay=replay)
@@ -229,13 +230,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program name; those of the process if not given.
 
     Returns:
-        The exit code (see the module).
+        The exit code, see `EXIT_CODES`.
     """
     try:
         app(args=arguments, prog_name="megatron-daro", obj=arguments is None)
     except SystemExit as exit_:  # typer ends this way: help 0, wrong usage 2, Ctrl-C 130
         code = exit_.code if isinstance(exit_.code, int) else 0
-        if isinstance(exit_.__context__, BrokenPipeError):  # typer ends without a word then
+        if isinstance(exit_.__context__, BrokenPipeError):  # typer then ends silently
             _drop_stdout()
             return _fail("stdout was closed by its reader", EXIT_ERROR)
         return _fail("interrupted", code) if code == EXIT_INTERRUPTED else code
@@ -260,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _missing(package: str) -> str:
-    """Return what to do where a requirement is not installed, as in the environment of a host framework."""
+    """Return what to do about a requirement that is not installed, as in the environment of a host framework."""
     return (
         f"this command needs the package {package}, which {sys.prefix} does not have; install it there, or type the "
         "command where megatron_daro was installed with its own requirements (pip install megatron_daro)"
@@ -281,7 +282,7 @@ def _drop_stdout() -> None:
 
 
 def _one_line(error: DaroError) -> str:
-    """Name and message on one line: whoever watches a log looks at its last line."""
+    """Return name and message on one line: people who watch a log look at its last line."""
     return f"{type(error).__name__}: " + "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 

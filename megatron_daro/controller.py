@@ -1,34 +1,34 @@
 """The training loop: batches of rollouts in, optimizer steps, weight syncs, checkpoints and metrics out.
 
-The composition root (runtime/launch.py) builds the parts and runs one Controller. `run` syncs the first weights,
-evaluates them at step 0 where that is due, then has three coroutines under one task group:
+runtime/launch.py builds the parts and runs one Controller. `run` gives the engine its first weights and, where that is
+due, evaluates them as step 0. Then three coroutines run in one task group:
 
     _generate --batches, then None--> _queue --> _train --> _end_batch -----> engine
         ^                                          |
         +------------- Pace.batch_done ------------+          _watch: a stop ends _generate
 
-    coroutine   waits for                                          unblocked by
-    _generate   its turn: batch m needs m - 1 - batches_ahead      `_end_batch`, once the engine has the weights
-                trained, so 0 is synchronous training, and 1       of a batch
-                overlaps the two, by the same code;
-                the engine (`_engine_lock`)                        the sync or evaluation that holds it
-    _train      a batch, or None: there are no more                `_generate`
-                after its last step, an evaluation beside it;      its end, or a stop
-                then, and before it where policy and engine        `_generate`, once the batch that it samples is
-                take turns on GPUs, the engine (`_engine_lock`):   complete and what is left of it is aborted
-                no request runs while weights of all change
-    _watch      a stop: the first Ctrl-C                           `request_stop`; `_train` ends after its batch
+    coroutine   waits for                                  until
+    _generate   its turn: batch m needs batch              `_end_batch` has given the engine that batch's weights
+                m - 1 - batches_ahead (`Pace`)
+                the engine (`_engine_lock`)                the sync or evaluation that holds it has ended
+    _train      the next batch (None: no more come)        `_generate` has put it into the queue
+                a running evaluation, before a sync        it ends, or a stop cancels it
+                the engine (`_engine_lock`), to sync, or   `_generate` has completed its batch and aborted the requests
+                to take shared GPUs back                   left over: none runs while all weights change
+    _watch      a stop: the first Ctrl-C                   `request_stop`; then `_train` ends after its batch
 
-One batch in `_train_batch`: plan its optimizer steps -> columns of all steps of the first epoch, and log-probs where
-the loss needs a pass -> for each step: train, resolve its groups in the ledger; after the last one sync and evaluate;
-write rollouts, then metrics. A checkpoint follows a batch, or with shared GPUs comes before the next one, when the
-policy has them again; its files are written while the training goes on (`BackgroundSave`). The weight version of the
-policy is the number of the last step, also where a step was skipped. `shutdown` closes all parts. Policy, engine and
-source of batches are Protocols.
+With batches_ahead 0 generation and training alternate; with 1 or more they overlap. The code is the same.
 
-Three locks, taken in this order: `_engine_lock` (the engine generates, or is changed as a whole; a server that joins
-gets its weights beside others that generate), `WeightSync`'s own (one sync or comparison at a time), and that of the
-policy (`hold`: the ranks work on one thing at a time).
+`_train_batch` is one batch: plan its optimizer steps; build the columns of every step of the first epoch and compute
+the log-probs that the loss needs; then for each step train and mark its groups in the ledger; after the last step sync
+the weights and evaluate; write the rollouts, then the metrics. A checkpoint that is due follows the batch. With shared
+GPUs it waits until the policy has them back, before the next batch trains. Its files are written while training goes on
+(`BackgroundSave`). The policy's weight version is the number of the last step, skipped steps included. `shutdown`
+closes all parts. Policy, engine and source of batches are Protocols.
+
+Three locks, always taken in this order: `_engine_lock` (the engine either generates or is changed as a whole; only a
+server that rejoins gets its weights while others generate), `WeightSync`'s (one sync or comparison at a time), and the
+policy's `hold` (the ranks work on one thing at a time).
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ BuildColumns = Callable[[Sequence[Group], int], StepBatch]
 class Parts:
     """What a controller drives.
 
-    engine is None for replay. checkpoints, recorder, evaluations and export are left out where the run has none.
+    engine: None in a replay. checkpoints, recorder, evaluations, export: left out where the run has none.
     experts: files of the experts that servers chose; None without routing replay.
-    export: writes the trained policy out, given the number of steps. closers: further things to close at the end, by
-    name, after engine and policy.
-    gpus: whose turn it is on those that policy and engine share. drift: warns when engine and trainer drift apart.
-    environment_of_source: data source -> name of its environment, of several.
+    export: writes the trained policy out, given the number of steps. closers: what else to close at the end, by name,
+    after engine and policy.
+    gpus: decides whether policy or engine has the GPUs that they share. drift: warns when the log-probs of engine and
+    trainer drift apart. environment_of_source: data source -> name of its environment, where there are several.
     """
 
     policy: ExportingPolicy
@@ -109,8 +109,9 @@ class Parts:
 class RunOutcome:
     """How a run ended.
 
-    status: finished: at `trainer.steps`, or a replay at the end of its recording, and exported; stopped, with a
-    checkpoint of the steps that were done; or interrupted. step: optimizer steps done.
+    status: "finished": `trainer.steps` were done, or a replay reached the end of its recording, and the model was
+    exported; "stopped": ended early, with a checkpoint; "interrupted": ended at once, without one. step: optimizer
+    steps done.
     """
 
     status: Literal["finished", "stopped", "interrupted"]
@@ -121,7 +122,7 @@ class Controller:
     """One training run."""
 
     def __init__(self, section: TrainerSection, parts: Parts, *, batches_ahead: int) -> None:
-        """Start nothing; whoever made policy and engine starts them.
+        """Start nothing: the caller starts policy and engine.
 
         Args:
             section: the configuration's trainer section. `steps` are optimizer steps.
@@ -146,7 +147,7 @@ class Controller:
         self._run_task: asyncio.Task | None = None
 
     async def resume(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint: policy, prompts, books and files go back to its step. Call before `run`.
+        """Continue from a checkpoint: policy, prompts, ledger and files go back to its step. Call before `run`.
 
         Args:
             checkpoint: a verified checkpoint directory. state: its state.json.
@@ -161,7 +162,7 @@ class Controller:
         await self.truncate_files()
 
     async def truncate_files(self) -> None:
-        """Take metrics and rollouts back to the current step, so that a resumed run writes the rest again."""
+        """Cut metrics and rollouts after the current step; a resumed run writes the rest again."""
         await self._within("write", asyncio.to_thread(self._truncate), what="metrics and rollouts to go on from")
 
     def _truncate(self) -> None:
@@ -170,8 +171,8 @@ class Controller:
             self._parts.recorder.truncate_after(self.step)
 
     def request_stop(self, cause: str) -> None:
-        """Once: finish the batch, save a checkpoint and end, or end the start. Twice, in `run`: end now. Call from the
-        event loop's thread."""
+        """The first call ends the run after the batch that is being trained, with a checkpoint, or at once while the
+        run still starts. A second one during `run` ends it now. Call from the event loop's thread."""
         if not self._stop.is_set():
             running = "stopping with a checkpoint of what was trained (once more to stop at once)"
             self._parts.progress.notice(f"{cause}: {running if self._run_task else 'ending the start'}")
@@ -182,10 +183,10 @@ class Controller:
             self._run_task.cancel()
 
     async def run(self) -> RunOutcome:
-        """Train up to `steps`, then close everything, whatever happened.
+        """Train up to `steps`, then close everything, also after a failure.
 
         Raises:
-            DaroError: the first cause of a failure. Everything is closed by then.
+            DaroError: the first cause of a failure, once everything is closed.
         """
         self._run_task = asyncio.current_task()
         try:
@@ -199,15 +200,15 @@ class Controller:
         finally:
             self._parts.evaluations.cancel()
             try:
-                await to_the_end(self.shutdown())  # a death that is noticed only now must not leave the rest open
+                await to_the_end(self.shutdown())  # a death noticed only now must not leave the rest open
             except asyncio.CancelledError:
                 if not self._stop_at_once:  # the second Ctrl-C: all is closed now, and how the run ended is known
                     raise
         return RunOutcome("finished" if finished else "stopped", self.step)
 
     async def shutdown(self) -> None:
-        """Write the lines that are held, and close engine, policy and the closers. One that fails is reported and does
-        not keep the next from closing."""
+        """Write the metrics lines that are still held; close engine, policy and the closers. A failure is reported and
+        does not keep the others open."""
         closers: dict[str, Callable[[], Awaitable[None]]] = {"metrics": self._lines.close}
         if self._parts.engine:
             closers["engine"] = self._parts.engine.close
@@ -219,7 +220,7 @@ class Controller:
                 self._parts.progress.warn(f"closing the {name} failed: {type(error).__name__}: {error}")
 
     async def unless_stopped(self, work: Awaitable[None]) -> bool:
-        """Do the work, and say whether it got to the end: a stop ends it at once, with nothing there to be saved."""
+        """Return whether the work got to its end. A stop cancels it at once; it has nothing to save."""
         task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -244,11 +245,17 @@ class Controller:
         """Evaluate the model that training starts from, as step 0 of the metrics."""
         if self.step == 0 and self._parts.evaluations.due(0, 0):
             self._parts.progress.stage("start", "evaluation before the first step")
-            await self._parts.evaluations.run(0, self._lines)
+            await self._evaluate()
             await self._lines.add(0, {})
 
+    async def _evaluate(self) -> None:
+        """Evaluate the weights that the engine has. Where generation may go on meanwhile, only begin to."""
+        self._parts.evaluations.begin(self.step, self._lines)
+        if not self._parts.evaluations.beside:
+            await self._parts.evaluations.ended()
+
     async def _loop(self) -> bool:
-        """Train, then export. Returns whether there is nothing left to do."""
+        """Train, then export. Returns whether the run is finished."""
         async with asyncio.TaskGroup() as tasks:
             generator = tasks.create_task(self._generate(), name="generate")
             watcher = tasks.create_task(self._watch(generator), name="watch")
@@ -265,7 +272,7 @@ class Controller:
         return not export or await self.unless_stopped(self._within("export", export(self.step), what=what))
 
     async def _watch(self, generator: asyncio.Task) -> None:
-        """End generation at once when a stop is asked for; what is being trained is finished by `_train`."""
+        """Cancel generation and a running evaluation when a stop is requested; `_train` finishes its batch."""
         await self._stop.wait()  # The one wait without a deadline: for a person.
         generator.cancel()
         step = self._parts.evaluations.cancel()
@@ -275,7 +282,7 @@ class Controller:
     async def _generate(self) -> None:
         index = self._pace.batches_done
         try:
-            while await self._within("turn", self._pace.may_generate(index), what=f"batch {index}"):
+            while await self._within("training", self._pace.may_generate(index), what=f"batch {index}"):
                 async with self._engine_use():
                     with self._parts.phases.measure("rollout"):
                         batch = await self._parts.source.sample(self._pace.planned_step)
@@ -290,8 +297,8 @@ class Controller:
         self._queue.put_nowait(None)
 
     def _engine_use(self) -> AbstractAsyncContextManager[None]:
-        """Hold the engine for one user: a batch, a weight sync, an evaluation, or the policy that takes its memory. One
-        beside generation only begins so, and each sync waits for its end by itself."""
+        """Hold the engine exclusively: for a batch, a weight sync, an evaluation, or while the policy takes its memory.
+        An evaluation beside generation holds it only while it begins; each sync waits for its end separately."""
         return self._parts.deadlines.holding("engine_free", self._engine_lock)
 
     async def _train(self) -> None:
@@ -311,13 +318,13 @@ class Controller:
             await self._saving.finished()
 
     async def _train_batch(self, batch: SampledBatch) -> None:
-        """All optimizer steps of one batch, epoch by epoch; then the engines get the new weights."""
+        """Do all optimizer steps of one batch, epoch by epoch, and what belongs to them up to the metrics."""
         self._last_batch = batch
-        # Checkpoints continue from this batch's snapshot or a later one's: all other groups are finished in these.
+        # Checkpoints from now on hold this batch's snapshot or a later one, in which all other groups are finished.
         self._parts.source.ledger.forget_outcomes(but=batch.snapshot.handed_over)
         minibatches, unused = plan_minibatches(batch, self.step, self._section)
         self._resolve(unused, "dropped")
-        # All of them before the first step: old log-probs are those of the weights that the batch began with.
+        # All before the first step: old log-probs are those of the weights that the batch began with.
         prepared_of_step = {
             minibatch.step: await self._prepare_step(minibatch) for minibatch in minibatches if minibatch.epoch == 1
         }
@@ -341,7 +348,8 @@ class Controller:
             return await self._within("build", work, what="metrics of a batch")
 
     async def _prepare_step(self, minibatch: MiniBatch) -> tuple[PreparedStep, Mapping[str, float]]:
-        """Return one optimizer step of the first epoch with the log-probs that it needs, and metrics of its columns."""
+        """Return one optimizer step of the first epoch, with the log-probs that its loss needs, and metrics of its
+        columns."""
         step_batch, metrics = await self._build_columns(minibatch)
         with self._parts.phases.measure("logprob"):
             work = self._parts.policy.prepare(step_batch)
@@ -350,10 +358,10 @@ class Controller:
     async def _build_columns(
         self, minibatch: MiniBatch, first_epoch: Sequence[StepBatch] = ()
     ) -> tuple[StepBatch, Mapping[str, float]]:
-        """Return the columns of one optimizer step, in a later epoch with log-probs and values of the first, and their
-        metrics."""
+        """Return the columns of one optimizer step and their metrics. A later epoch reuses the log-probs and values of
+        `first_epoch`."""
         with self._parts.phases.measure("build"):
-            # In a thread: gigabytes are copied, while the event loop has other groups' answers to take in.
+            # In a thread: it copies gigabytes, while the event loop has to take in other groups' answers.
             work = asyncio.to_thread(self._make_columns, minibatch, first_epoch)
             return await self._within("build", work, what=f"step {minibatch.step}")
 
@@ -366,8 +374,7 @@ class Controller:
         return columns, step_metrics(minibatch, columns, self._section.steps_per_batch)
 
     async def _train_step(self, minibatch: MiniBatch, prepared: PreparedStep, of_batch: Mapping[str, float]) -> None:
-        """One optimizer step and everything that belongs to it. Args: of_batch: metrics of its batch and its
-        columns."""
+        """Do one optimizer step and everything that belongs to it. Args: of_batch: metrics of its batch and columns."""
         with self._parts.phases.measure("train"):
             result = await self._optimizer_step(prepared, minibatch)
         resolved = self._resolve_step(minibatch, trained=not result.skipped)
@@ -380,7 +387,7 @@ class Controller:
             await self._write_metrics(minibatch, metrics, prepared.batch)
 
     async def _optimizer_step(self, prepared: PreparedStep, minibatch: MiniBatch) -> StepResult:
-        """Ask the policy for a step. One that is not finite stops the run or is skipped."""
+        """Have the policy do a step. Where its loss or gradient is not finite the step is skipped or ends the run."""
         try:
             work = self._parts.policy.train(prepared, minibatch.step)
             result = await self._within("train", work, what=f"step {minibatch.step}")
@@ -403,13 +410,13 @@ class Controller:
         return result
 
     async def _publish(self, what: str) -> Mapping[str, float]:
-        """Give the engine the policy's weights; return the metrics of that."""
+        """Give the engine the policy's weights; return the metrics of the sync."""
         if self._weight_sync is None:
             return {}
         return await self._within("sync", self._parts.gpus.publish(self._weight_sync, self.step), what=what)
 
     async def _give_gpus_to_policy(self) -> None:
-        """Bring the policy back to GPUs that it shares with the engine; without them nothing is trained or saved."""
+        """Bring the policy back to the GPUs that it shares with the engine; without them it cannot train or save."""
         if not self._parts.gpus.policy_is_ready:
             await self._parts.evaluations.ended()
             async with self._engine_use():
@@ -417,9 +424,13 @@ class Controller:
                     await self._parts.gpus.to_policy()
 
     async def _end_batch(self, old_version: int) -> Mapping[str, float]:
-        """Sync, and evaluate (where generation may go on meanwhile the evaluation only begins here); then the next
-        batch may be generated, beside the writing of this one. Returns metrics of the sync. Args: old_version: the
-        weight version that the batch began with."""
+        """Sync and evaluate; then the next batch may be generated, while this one is written. Also syncs after the last
+        batch and after a stop: servers of one's own end with the final weights, and the line of a step is the same
+        whether or not the run stops there. Returns metrics of the sync.
+
+        Args:
+            old_version: the weight version that the batch began with.
+        """
         metrics: Mapping[str, float] = {}
         async with AsyncExitStack() as engine:
             with self._parts.phases.measure("sync_wait"):
@@ -432,12 +443,13 @@ class Controller:
                 if self._stop.is_set():
                     self._parts.progress.notice(_NOT_EVALUATED.format(step=self.step))
                 else:
-                    await self._parts.evaluations.run(self.step, self._lines)
+                    await self._evaluate()
         await self._pace.batch_done(self.step)
         return metrics
 
     async def _write_rollouts(self, minibatch: MiniBatch, resolved: Sequence[Group], *, applied: bool) -> None:
-        """Record what became of the groups. Before the metrics: a line of these means that its rollouts are on disk."""
+        """Record what became of the groups. This comes before the metrics: a metrics line means that the rollouts of
+        its step are on disk."""
         if self._parts.recorder:
             groups = {"trained": resolved if applied else (), "filtered": minibatch.filtered}
             groups["dropped"] = (*(() if applied else resolved), *minibatch.dropped)
@@ -455,8 +467,8 @@ class Controller:
         await self._lines.add(minibatch.step, metrics)
 
     def _settle_experts(self, folder: ExpertsFolder, minibatch: MiniBatch) -> None:
-        """Keep the files of the step's own groups where a record names them or a later step of the batch reads them;
-        those of filtered and dropped groups go."""
+        """Keep the files of this step's groups that a record names or a later step of the batch reads; delete those of
+        filtered and dropped groups."""
         kept = [group for group in minibatch.groups if self._parts.recorder or group.group_id in minibatch.again]
         nothing = dict.fromkeys(
             (group.group_id for group in (*minibatch.groups, *minibatch.filtered, *minibatch.dropped)), ()
@@ -464,7 +476,7 @@ class Controller:
         folder.settle(nothing | {group.group_id: tuple(r.routed_experts for r in group.rollouts) for group in kept})
 
     def _show(self, minibatch: MiniBatch, metrics: Mapping[str, float], columns: StepBatch) -> None:
-        """Show the step, and what a person should look at."""
+        """Show the step and its warnings."""
         self._parts.progress.step(minibatch.step, metrics)
         drift = self._parts.drift.observe(minibatch.step, metrics)
         for warning in filter(None, (drift, self._signal.observe(minibatch.step, minibatch.groups, columns))):
@@ -478,7 +490,8 @@ class Controller:
         return await self._within("write", asyncio.to_thread(function, step, *what), what=f"rollouts of step {step}")
 
     def _resolve_step(self, minibatch: MiniBatch, *, trained: bool) -> tuple[Group, ...]:
-        """Book groups with the first step that trains them, or as dropped with the last that does not; return them."""
+        """Resolve this step's groups in the ledger and return those: as trained with the first step that trains them,
+        as dropped where no step of the batch, this one being the last, trained them."""
         outstanding, later = self._parts.source.ledger.is_outstanding, frozenset() if trained else minibatch.again
         groups = [g for g in minibatch.groups if outstanding(g.group_id) and g.group_id not in later]
         self._resolve(groups, "trained" if trained else "dropped")
@@ -496,7 +509,7 @@ class Controller:
         }
 
     async def _checkpoint_if_due(self) -> None:
-        """Save at once, or with shared GPUs when the policy has them again."""
+        """Save where that is due; with shared GPUs, once the policy has them back."""
         self._saving.check()
         is_due = passed(self._saving.step, self.step, self._section.save_every_steps)
         if is_due and self._parts.gpus.policy_is_ready:

@@ -1,7 +1,7 @@
 """Files and names that survive a crash of the machine: fsync of a file, of a folder, of all that a folder holds.
 
-Checkpoints, rollouts, metrics and exported weights are forced to the disk by these before
-anything says that they are there. A rename is durable once the folder that holds the name was synced.
+Checkpoints, rollouts, metrics and exported weights are forced to the disk by these before anything states that they
+exist. A rename is durable once the folder that holds the name was synced.
 """
 
 from __future__ import annotations

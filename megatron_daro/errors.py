@@ -1,7 +1,7 @@
-"""The error tree: one root, picklable, every message says what was got, what is allowed and how to fix it.
+"""The error tree: one root, picklable, every message says what was given, what is allowed and how to fix it.
 
-Every layer raises these. They cross process borders (Ray workers, verifier workers), so those of this file carry only
-their message.
+Every layer raises these. They cross process borders (Ray workers, verifier workers), so the errors of this file carry
+only their message.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 from pathlib import Path
 
 EXIT_INTERRUPTED = 130
-"""Exit code of a command that a signal ended, as of a shell's child that SIGINT ends."""
+"""Exit code of a command that a signal ended, as a shell reports for a child that SIGINT ended."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -35,7 +35,8 @@ class CheckpointError(DaroError):
 
 
 class LostSaveError(CheckpointError):
-    """A rank died while a checkpoint was written, and training has gone on since; the next one takes its place."""
+    """A rank died while a checkpoint was written, and training has gone on since; the next checkpoint takes its
+    place."""
 
 
 class EngineError(DaroError):
@@ -43,7 +44,7 @@ class EngineError(DaroError):
 
 
 class RolloutError(DaroError):
-    """An environment returned what cannot be trained on, or failed again and again."""
+    """An environment returned something that cannot be trained on, or failed again and again."""
 
 
 class SandboxError(DaroError):
@@ -51,7 +52,7 @@ class SandboxError(DaroError):
 
 
 class RefusedError(EngineError):
-    """A server answered that it will not do this (4xx). The same request fails again."""
+    """A server refused a request (4xx). The same request would fail again."""
 
 
 class SyncError(DaroError):
@@ -59,7 +60,7 @@ class SyncError(DaroError):
 
 
 class LostReceiversError(SyncError):
-    """No receiver is left that took the weights; one that comes back may take them."""
+    """None of the receivers of the weights is left; one that is restarted may take them."""
 
 
 class LostSenderError(SyncError):
@@ -87,7 +88,7 @@ class AlgorithmError(DaroError, ValueError):
 
 
 def how_to_go_on(run_dir: Path) -> str:
-    """Return what the user does to go on with a run that ended: a run that recorded nothing has no directory left."""
+    """Return how the user can go on with a run that ended; one that recorded nothing has no directory left."""
     if any((run_dir / "checkpoints").glob("step_*[0-9]")):
         return "--resume"
     metrics = run_dir / "metrics.jsonl"
@@ -97,11 +98,11 @@ def how_to_go_on(run_dir: Path) -> str:
 
 
 def disk_fault(error: OSError, directory: Path, then: str | None = None) -> tuple[str, str]:
-    """Why a file could not be written, and what to do about it.
+    """Return why a file could not be written, and what to do about it.
 
     Args:
-        error: what the system said. directory: where the file belongs; the run directory, where it is of a run.
-        then: what to do when the disk takes files again; unset: `how_to_go_on` with the run.
+        error: what the system said. directory: where the file belongs; for a file of a run, the run directory.
+        then: what to do once the disk takes files again; unset: what `how_to_go_on` returns.
 
     Returns:
         (cause, advice), each a part of a sentence.

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """annotation, default: of the signature; Parameter.empty where it has none. meaning: from the docstring."""
+    """annotation, default: from the signature; Parameter.empty if it has none. meaning: from the docstring."""
 
     annotation: Any
     default: Any
@@ -52,7 +52,8 @@ def options_of(own: type, *, without: Collection[str] = ()) -> dict[str, Option]
 
 
 def wrong_option(options: Mapping[str, Option], given: Mapping[str, Any]) -> str:
-    """Return what is wrong with the first given option of another type, as `name: got ..., allowed ...`; else nothing.
+    """Return what is wrong with the first given option of a wrong type, as `name: got ..., allowed ...`; empty if all
+    fit.
 
     Names that the class does not have are left to its constructor, which may know more (`unknown_option`).
     """
@@ -64,14 +65,14 @@ def wrong_option(options: Mapping[str, Option], given: Mapping[str, Any]) -> str
 
 
 def unknown_option(name: str, options: Collection[str]) -> str:
-    """Return in the same form that a class has no such option."""
+    """Return, in the form of `wrong_option`, that a class has no such option."""
     near = difflib.get_close_matches(name, options, n=1)
     fix = f"did you mean {near[0]}?" if near else "remove it"
     return f"{name}: got the unknown option {name!r}, allowed are {', '.join(options) or 'none'}; {fix}"
 
 
 def allowed(annotation: object) -> str:
-    """Return in words what an annotation allows; empty where that is not judged."""
+    """Return in words what an annotation allows; empty if values are not checked against it."""
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, get_args(annotation)))}"
     if get_origin(annotation) in (Union, types.UnionType):
@@ -91,7 +92,7 @@ def _fits(value: object, annotation: object) -> bool:
 
 
 def _meanings(function: Callable[..., Any]) -> dict[str, str]:
-    """What the section Args of a docstring says of each argument."""
+    """Return what the section Args of a docstring says of each argument."""
     _, _, section = (inspect.getdoc(function) or "").partition("\nArgs:\n")
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section.partition("\n\n")[0], flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

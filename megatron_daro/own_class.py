@@ -28,9 +28,9 @@ def import_own_class(
     """Import a class and compare its signatures with those of its Protocol; make nothing.
 
     Args:
-        field: of the configuration, for messages. name: module:Class. builtin: the names that the field takes besides.
-        protocol: what it must offer. methods: method -> number of positional arguments, `self` aside; those that are
-            coroutines in the Protocol must be some here, the others must not.
+        field: of the configuration, for messages. name: module:Class. builtin: the other names that the field takes.
+        protocol: what it must offer. methods: method -> number of positional arguments, `self` aside; a method must be
+            a coroutine exactly if it is one in the Protocol.
         arguments: keyword arguments of its constructor. options: the field that holds the user's part of them.
 
     Raises:
@@ -71,7 +71,7 @@ def make_own(
     """Make the object of a class that `import_own_class` found.
 
     Args:
-        field, name, options: as there. error: raised where the constructor raises.
+        field, name, options: see `import_own_class`. error: raised if the constructor raises.
     """
     try:
         return own(**arguments)

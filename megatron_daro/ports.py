@@ -1,16 +1,16 @@
-"""Ports that stay ours between choosing them and somebody's bind, up to seconds later.
+"""Ports that stay reserved between being chosen and being bound by another process, up to seconds later.
 
-The fleet reserves ports -> arguments -> the server binds them; who starts ranks of one machine
-reserves the port at which they meet. A port found by binding port 0 lies in the kernel's range for outgoing connections
-and can be gone when it is to be bound; these are chosen outside that range and held by a lock on a file, which the
-kernel drops when the process dies, however it dies.
+The fleet reserves ports -> a server's arguments -> the server binds them. The port at which ranks meet, or Ray listens,
+is reserved here too. A port found by binding port 0 lies in the kernel's range for outgoing connections and can be gone
+when it is to be bound; these are chosen outside that range and held by a lock on a file, which the kernel drops when
+the process dies, however it dies.
 
 An SGLang server needs two: its HTTP port and `--nccl-port`. Without the latter SGLang picks a free port while it reads
 its arguments and binds it seconds later in another process; two servers that start together can pick the same. Other
 ports that SGLang derives (its port + 233 and above) belong to attention data parallelism, which is refused.
 
-Two users of one machine have a directory each, and so do not see each other's locks: ports are tried in random order
-and tested with bind. Refuses hosts that are no address of this machine.
+Each user of a machine has a directory of their own and does not see the locks of others; so ports are tried in random
+order and tested with bind. A host that is not an address of this machine is refused.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Reservation:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
-        # Unlinked under the lock: whoever opened the file before sees that it is no longer at its path, and a forked
-        # child that holds a copy of the descriptor keeps a lock that nobody asks for.
+        # Unlinked under the lock: a process that opened the file before sees that it is no longer at its path, and a
+        # forked child with a copy of the descriptor keeps a lock that is never asked for again.
         self._path.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -96,10 +96,10 @@ def reserve_port(host: str) -> Reservation:
 
 
 def candidate_ports(range_file: Path = EPHEMERAL_RANGE_FILE) -> list[int]:
-    """Ports outside the range of outgoing connections, ascending.
+    """Return the ports outside the range of outgoing connections, ascending.
 
-    Above Ray's own range where at least 1000 are left there. Where the kernel hands out every port above 10240 for
-    outgoing connections, all of them: the lock and the bind test still hold.
+    Only those above Ray's own range, if at least 1000 are left there. If the kernel uses every port above 10240 for
+    outgoing connections, all of these: the lock and the bind test still hold.
     """
     low, high = _ephemeral_range(range_file)
     outside = [port for port in range(_LOWEST_PORT, 65536) if not low <= port <= high]
@@ -118,7 +118,7 @@ def _ephemeral_range(range_file: Path) -> tuple[int, int]:
 
 
 def _local_address(host: str) -> tuple[socket.AddressFamily, str]:
-    """Family and address of the host; binding it to any port proves that it is ours."""
+    """Return family and address of the host; that it can be bound, to any port, proves that it is ours."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -165,7 +165,7 @@ def _lock(directory: Path, port: int) -> Reservation | None:
 
 
 def _lock_directory() -> Path:
-    """Return a directory that this user owns and can write: the first of a few names that is, or can be made, one."""
+    """Return a directory that this user owns and can write: the first of a few names that is one or can be made one."""
     user = os.getuid()
     base = Path(tempfile.gettempdir())
     for number in range(_MOST_DIRECTORIES):

@@ -1,4 +1,4 @@
-"""All that a process has started, directly or not: which processes these are, and their end.
+"""All processes that a process has started, directly or not: lists and kills them.
 
 engine/sglang/watchdog.py has its own, since it runs under SGLang's interpreter, which may not have this package.
 """
@@ -25,7 +25,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Send SIGKILL to each; one that is gone is passed over."""
+    """Send SIGKILL to each; ignore those that are gone."""
     for pid in pids:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)

@@ -6,6 +6,6 @@ from collections.abc import Mapping
 
 
 def past_proxies(inherited: Mapping[str, str], host: str) -> dict[str, str]:
-    """Return NO_PROXY and no_proxy of a process: what each lists already, the host and this machine."""
+    """Return NO_PROXY and no_proxy for a process: what each lists already, plus the host and this machine."""
     listed = {name: [part for part in inherited.get(name, "").split(",") if part] for name in ("NO_PROXY", "no_proxy")}
     return {name: ",".join(dict.fromkeys([*hosts, host, "127.0.0.1", "localhost"])) for name, hosts in listed.items()}

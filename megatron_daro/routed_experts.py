@@ -1,10 +1,11 @@
-"""Experts that a server chose for the tokens of an answer (routing replay): files of the run directory.
+"""Experts that a server chose for the tokens of an answer (routing replay), kept in files of the run directory.
 
-Whoever takes an answer from a server writes them to RUN/experts; a rollout, its record and the batch carry where they
-stand, a hundred bytes; a rank reads those of a micro-batch when it packs it. So they never pass through the driver:
-for 48 layers with 8 experts a token they are 384 bytes a token, a hundred times as much as the token itself.
+The process that takes an answer from a server writes them to RUN/experts; a rollout, its record and the batch carry
+only a reference, a hundred bytes; a rank reads the experts of a micro-batch when it packs it. So they never pass
+through the driver: for 48 layers with 8 experts per token they take 384 bytes per token, a hundred times as much as the
+token itself.
 
-A file is one answer's array in numpy's own format, one byte an expert where all are below 256. It is never unpickled.
+A file is one answer's array in numpy's own format, one byte per expert if all are below 256. It is never unpickled.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_daro import durable
 from megatron_daro.errors import DataError, disk_fault
 
 FOLDER = "experts"
-"""Below the run directory; a folder for each group of rollouts, a thousand of these in one."""
+"""Below the run directory; it has a folder for each group of rollouts, a thousand of these per parent folder."""
 _GROUPS_OF_A_FOLDER = 1000
 
 
@@ -36,10 +37,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
-    """Experts of the tokens of one rollout, which stand in files.
+    """References to the files that hold the experts of one rollout's tokens.
 
-    parts: the rows of the first tokens, in order. shape: (tokens, layers, experts of a token); of tokens beyond the
-    parts none are known: the last one, which no server reads, and what an environment said after the last answer.
+    parts: the rows of the first tokens, in order. shape: (tokens, layers, experts per token). The experts of tokens
+    beyond the parts are not known: of the last one, which no server reads, and of an environment's tokens after the
+    last answer.
     """
 
     parts: tuple[Part, ...]
@@ -49,7 +51,7 @@ class StoredExperts:
         return self.shape[0]
 
     def read(self) -> np.ndarray:
-        """int16 `shape`, -1 where none are known. Raises DataError where a file is gone or another one."""
+        """Return int16 `shape`, -1 where experts are not known. Raises DataError: a file is gone, or does not fit."""
         out = np.full(self.shape, -1, dtype=np.int16)
         at = 0
         for part in self.parts:
@@ -59,15 +61,15 @@ class StoredExperts:
 
     @property
     def is_there(self) -> bool:
-        """Whether all of its files are."""
+        """Whether all of its files exist."""
         return all(Path(part.path).is_file() for part in self.parts)
 
     def longer(self, tokens: int) -> StoredExperts:
-        """Return the same with so many more tokens at the end, of which none are known."""
+        """Return the same with `tokens` more tokens at the end, whose experts are not known."""
         return replace(self, shape=(self.shape[0] + tokens, *self.shape[1:]))
 
     def cut(self, tokens: int) -> StoredExperts:
-        """Return those of the first tokens, of the last of which none are known."""
+        """Return the experts of the first `tokens` tokens; those of the last one are not known."""
         kept, room = [], tokens - 1
         for part in self.parts:
             rows = min(part.rows, room)
@@ -76,10 +78,10 @@ class StoredExperts:
         return StoredExperts(tuple(kept), (tokens, *self.shape[1:]))
 
     def continued(self, later: StoredExperts) -> StoredExperts:
-        """Return those of a rollout that goes on: a token keeps the experts that it met when it was read first.
+        """Return the experts of a continued rollout: each token keeps those chosen when it was first read.
 
         Args:
-            later: of all tokens, the first of which were read again.
+            later: the experts of all tokens, the first of which were read again.
         """
         known = sum(part.rows for part in self.parts)
         return replace(later, parts=(*self.parts, *_after(later.parts, known)))
@@ -126,8 +128,8 @@ class ExpertsFolder:
         Args:
             key: group id, attempt and index of the rollout. Each call writes a file of its own: an answer that comes
                 late cannot change those of another one.
-            experts_TLK: integers [rows, layers, experts of a token], of the first tokens of the rollout.
-            tokens: of the whole rollout.
+            experts_TLK: integers [rows, layers, experts per token], of the first tokens of the rollout.
+            tokens: number of tokens of the whole rollout.
 
         Raises:
             DataError: the disk refused.
@@ -149,10 +151,10 @@ class ExpertsFolder:
         return StoredExperts((Part(str(path), 0, rows),), (tokens, layers, chosen))
 
     def settle(self, groups: Mapping[int, tuple[StoredExperts | None, ...]]) -> None:
-        """Remove what groups that will not be trained any more left here.
+        """Remove the files of groups that will not be trained any more.
 
         Args:
-            groups: group id -> what is kept of it: the experts of its recorded rollouts, or nothing.
+            groups: group id -> the experts of the group that are kept: those of its recorded rollouts, or none.
         """
         for group_id, kept in groups.items():
             folder = self._group(group_id)

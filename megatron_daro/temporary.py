@@ -1,8 +1,8 @@
 """Temporary directories that do not outlive their owner for long: what a killed process leaves, the next start removes.
 
-Ray's session of a private cluster, and the sockets of Python's fork servers, are put here. A
-directory is removed only with proof that it is ours and nobody's any more: its name, its user, and the lock on its
-`owner.lock`, which the kernel gives back when the owner ends, however it ends. A directory without that file stays.
+Ray's session of a private cluster, and the sockets of Python's fork servers, are put here. A directory is removed only
+with proof that it is ours and no longer used: its name, its user, and the lock on its `owner.lock`, which the kernel
+releases when the owner ends, however it ends. A directory without that file stays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOCK = "owner.lock"
 
 @contextmanager
 def own_directory(kind: str, base: str | None = None) -> Iterator[Path]:
-    """Return a new directory, which goes at the end of the block; first remove those of owners that are dead.
+    """Return a new directory, which is removed at the end of the block; first remove those of dead owners.
 
     Args:
         kind: part of its name, as in daro_KIND_1a2b3c. base: where it is made. Unset: the temporary directory.
@@ -47,8 +47,8 @@ def own_directory(kind: str, base: str | None = None) -> Iterator[Path]:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory in which processes that are ending may still write, within two seconds; the next start
-    removes what is left then."""
+    """Remove a directory, trying for two seconds, since processes that are ending may still write there; the next start
+    removes what is left, if `owner.lock` is."""
     for _ in range(20):
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists():
@@ -57,7 +57,7 @@ def _remove(directory: Path) -> None:
 
 
 def directory_until_exit(kind: str) -> Path:
-    """Return a new directory, as `own_directory`, which goes when this process ends."""
+    """Return a new directory, as `own_directory` makes it, which is removed when this process ends."""
     until_exit = ExitStack()
     directory = until_exit.enter_context(own_directory(kind))
     atexit.register(until_exit.close)
@@ -68,7 +68,7 @@ def use_own_sockets() -> None:
     """Let Python's multiprocessing put its sockets (pymp-*) into a directory of ours, until this process ends."""
     config = current_process()._config  # type: ignore[attr-defined]  # where multiprocessing.util.get_temp_dir looks
     if config.get("tempdir") is None:
-        with suppress(OSError):  # multiprocessing says it itself where there is no place to write
+        with suppress(OSError):  # if there is no place to write, multiprocessing itself says so
             config["tempdir"] = str(directory_until_exit("pymp"))
 
 
@@ -88,7 +88,8 @@ def _remove_leftovers(place: Path) -> None:
 
 
 def _is_ours(directory: Path, lock: IO[str]) -> bool:
-    """Whether both belong to this user and are what they seem: others may write to the temporary directory, too."""
+    """Whether directory and lock belong to this user and are what they seem: other users may write to the temporary
+    directory too."""
     folder, file = directory.lstat(), os.fstat(lock.fileno())
     listed = (directory / _LOCK).lstat()
     same = (file.st_dev, file.st_ino) == (listed.st_dev, listed.st_ino)
@@ -96,7 +97,7 @@ def _is_ours(directory: Path, lock: IO[str]) -> bool:
 
 
 def _command_lines() -> list[bytes]:
-    """Return those of all processes: a child of a dead owner may still work in its directory."""
+    """Return the command lines of all processes: a child of a dead owner may still work in its directory."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The tags between which models think before they answer, and what stands behind them."""
+"""The tags between which models think before they answer, and the text behind them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ THINKING_TAGS: Mapping[str, str] = {
     "<|inner_prefix|>": "<|inner_suffix|>",  # Apertus
     "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
 }
-"""Tags around what a model thinks before it answers: what begins it -> what ends it."""
+"""Tags around what a model thinks before it answers: opening tag -> closing tag."""
 
 
 def is_thinking(text: str) -> bool:
-    """Whether thinking is begun in a text and not ended: the last tag, of any pair, begins it."""
+    """Whether a text begins thinking without ending it: its last tag, of any pair, is an opening one."""
     return max(map(text.rfind, THINKING_TAGS)) > max(map(text.rfind, THINKING_TAGS.values()))
 
 
 def opens_thinking(text: str) -> bool:
-    """Whether a text ends with a tag that begins thinking."""
+    """Whether a text ends with an opening tag."""
     return text.rstrip().endswith(tuple(THINKING_TAGS))
 
 
 def behind_thinking(text: str) -> str:
-    """Return what follows the last tag that ends thinking; nothing where thinking is begun and not ended."""
+    """Return the text after the last closing tag; empty if thinking has begun and not ended."""
     if is_thinking(text):
         return ""
     return text[max((text.rfind(tag) + len(tag) for tag in THINKING_TAGS.values() if tag in text), default=0) :]

@@ -18,8 +18,8 @@ import numpy as np
 from megatron_daro.routed_experts import StoredExperts
 
 FinishReason = Literal["stop", "length", "abort", "repetition", "segment"]
-"""abort: it has not got what it was asked for. segment: at its entry of `GroupRequest.limits`; only engines give it,
-and between batches it is kept as "abort"."""
+"""abort: it ended before it was complete. segment: it reached its limit in `GroupRequest.limits`; only engines give
+this reason, and between batches it is kept as "abort"."""
 PlainValue = str | int | float | bool | None
 """What a setting or a field of a record can be, written to JSON or YAML."""
 
@@ -57,9 +57,10 @@ class Prompt:
 class SamplingParams:
     """How an engine samples. `temperature` 0 is greedy; `top_p` in (0, 1]; lengths in tokens.
 
-    stop: texts that end an answer with the first token after which its own text, without special tokens, holds one.
-    routed_experts: (layers, experts of a token) of the model, where the engine shall say which experts it chose.
-    repetition: (tokens, period): an answer ends where its last so many tokens repeat a block of at most `period`.
+    stop: texts that end an answer: at the first token after which the answer's text, without special tokens, contains
+    one.
+    routed_experts: (layers, experts per token) of the model, if the engine is to report which experts it chose.
+    repetition: (tokens, period): an answer ends once its last `tokens` tokens repeat a block of at most `period`.
     """
 
     temperature: float = 1.0
@@ -77,11 +78,11 @@ class GroupRequest:
 
     Rollout i's random numbers follow from (engine seed, group_id, attempt, turn, i), where the engine takes a seed.
 
-    turn: of a conversation, from 0; `prompt` then holds the tokens of all turns before. answer_seed: names the random
-    numbers in the turn's place, where an agent asks for that.
+    turn: of a conversation, from 0; `prompt` then holds the tokens of all turns before. answer_seed: takes the turn's
+    place in the seed, if an agent asks for that.
     partial: index -> what an abort left of that rollout, with at least one response token and fewer than
-    max_new_tokens. An engine that can goes on from there (prompt and partial tokens, max_new_tokens less by those that
-    are there) and answers with the whole, as `Rollout.extended` puts it together; another one starts over.
+    max_new_tokens. An engine that can continue it reads prompt and partial tokens, reduces max_new_tokens by the
+    latter, and answers with the whole rollout, joined by `Rollout.extended`; any other engine starts over.
     limits: index -> response tokens, fewer than max_new_tokens, at which that rollout ends with "segment".
     """
 
@@ -97,13 +98,13 @@ class GroupRequest:
 
     @property
     def draw(self) -> int:
-        """Attempt and turn as the one number that seeds are made of, with the group and the index: each turn of each
-        attempt has random numbers of its own, unless an agent names equal seeds. Below 2**63."""
+        """Attempt and turn as one number; seeds are made of it, the group and the index. So each turn of each attempt
+        has random numbers of its own, unless an agent names equal seeds. Below 2**63."""
         named = self.turn if self.answer_seed is None else 2**30 + self.answer_seed % 2**30
         return self.attempt + named * 2**32
 
     def room(self, index: int) -> int:
-        """Return how many tokens that rollout may get."""
+        """Return how many more tokens that rollout may get."""
         earlier = self.partial.get(index)
         so_far = earlier.response_length if earlier else 0
         return self.limits.get(index, self.sampling.max_new_tokens) - so_far
@@ -113,8 +114,8 @@ class GroupRequest:
 class TurnReport:
     """What an environment says of one answer of the model.
 
-    reward: of this turn, weighted, 0 where it gave none. tool_calls, tool_errors: what the answer called, and how often
-    in vain. seconds: of the environment's own work on the answer.
+    reward: of this turn, weighted; 0 if the environment gave none. tool_calls, tool_errors: tool calls in the answer,
+    and how many of them failed. seconds: of the environment's own work on the answer.
     """
 
     reward: float = 0.0
@@ -124,7 +125,7 @@ class TurnReport:
 
 
 RESPONSE_COLUMNS = ("logprobs", "loss_mask", "teacher_logprobs")
-"""Columns of a Rollout that have an entry for each response token: 0 where the environment showed it."""
+"""Columns of a Rollout that have an entry for each response token: 0 for tokens of the environment."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,18 +135,18 @@ class Rollout:
     tokens: int32 [prompt_length + R], prompt then response (a stop token that was sampled is part of the response).
     loss_mask: uint8 [R], 1 where the token is trained. logprobs: float32 [R], natural log, of the behaviour
     distribution (temperature applied, top-p not). text: the response without special tokens, up to the end of a stop
-    text; the tokens go on to the end of the token that holds it; of a conversation all of the response. weight_version:
+    text (the tokens include the whole token in which it ends); of a conversation, the whole response. weight_version:
     the oldest policy version that produced a token of it, or may have read its prompt. version_spans: (weight_version,
-    number of response tokens) in order, of all response tokens; where none are given, all are of weight_version.
-    routed_experts: where it stands which experts the engine chose for each token that it read. None where it was not
-    asked. turns: of a conversation, (observed, generated) response tokens of each turn in order; empty where the whole
-    response is one answer of the model. Observed tokens are the environment's: loss_mask and log-prob are 0.
-    contexts: of an agent that rewrote its history or branched off, the tokens of each sequence that the model read from
-    its first token on, in order; `tokens` has them end to end, what an earlier one said being observed in a later one.
-    Empty where all tokens are one sequence.
+    number of response tokens) in order, of all response tokens; if none are given, all are of weight_version.
+    routed_experts: references to the experts that the engine chose for each token that it read; None if it was not
+    asked, or an aborted request did not report them. turns: of a conversation, (observed, generated) response tokens of
+    each turn in order; empty where the whole response is one answer of the model. Observed tokens are the
+    environment's: loss_mask and log-prob are 0. contexts: of an agent that rewrote its history or branched off, the
+    number of tokens of each sequence that the model read from its first token on, in order; `tokens` has the sequences
+    end to end, and answers of an earlier one count as observed in a later one. Empty where all tokens are one sequence.
     reports: of a conversation, what the environment said of each answer, in order; may be empty. teacher_logprobs:
-    float32 [R], of the model that the policy is distilled from, 0 where loss_mask is; None without one.
-    verdict: what the environment said; None where a verifier judges. Recorded with the group, not here.
+    float32 [R], log-probs of the model that the policy is distilled from, 0 where loss_mask is 0; None without such a
+    model. verdict: the environment's; None if a verifier judges. Recorded with the group, not here.
     """
 
     prompt_id: str
@@ -173,7 +174,7 @@ class Rollout:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is to come after it: it can be verified and trained."""
+        """Whether it is complete: it can be verified and trained."""
         return self.finish_reason not in ("abort", "segment")
 
     @property
@@ -183,7 +184,7 @@ class Rollout:
 
     @property
     def response_columns(self) -> dict[str, np.ndarray]:
-        """Those of `RESPONSE_COLUMNS` that it has, by name."""
+        """The `RESPONSE_COLUMNS` that this rollout has, by name."""
         columns = {name: getattr(self, name) for name in RESPONSE_COLUMNS}
         return {name: column for name, column in columns.items() if column is not None}
 
@@ -193,16 +194,16 @@ class Rollout:
         return self.response_length - sum(observed for observed, _ in self.turns)
 
     def extended(self, later: Rollout, text: str) -> Rollout:
-        """Return this rollout, cut short before, with what was generated after its last token.
+        """Return this partial rollout, extended by what was generated after its last token.
 
         Args:
             later: the continuation: its prompt is all of this rollout's tokens, its response the new ones (maybe none).
-            text: the whole response, decoded anew: the two texts may part within a character.
+            text: the whole response, decoded anew, since the two texts may split a character.
 
         Returns:
-            prompt_length of this one; attempt and finish reason of `later`; response columns end to end; the spans of
-            both with their own versions (equal neighbours joined), and the oldest version that produced a token; the
-            experts that a token met when it was read first.
+            A rollout with prompt_length of this one; attempt and finish reason of `later`; response columns end to end;
+                the spans of both with their own versions (equal neighbours joined), and the oldest version that
+                produced a token; for each token, the experts chosen when it was first read.
 
         Raises:
             ValueError: `later` is of another rollout, or does not begin with all tokens of this one.
@@ -238,7 +239,7 @@ class Rollout:
         )
 
     def cut(self, count: int, text: str, finish_reason: FinishReason = "stop") -> Rollout:
-        """Return its beginning as an answer that ended there.
+        """Return the beginning of this rollout as an answer that ended there.
 
         Args:
             count: response tokens that stay, at least 1. text: that of the answer. finish_reason: why it ended.
@@ -259,13 +260,15 @@ class Rollout:
         )
 
     def _routed_first(self, later: Rollout) -> StoredExperts | None:
-        """Return the experts of `later`, whose prompt was read again, with this rollout's own where it read them."""
+        """Return the experts of `later`, but this rollout's own for the tokens that it read: `later` read these
+        again."""
         if self.routed_experts is None or later.routed_experts is None:
             return later.routed_experts
         return self.routed_experts.continued(later.routed_experts)
 
     def continues(self, earlier: Rollout) -> bool:
-        """Whether this is `earlier` and more: the same response tokens with the same log-probs at its beginning."""
+        """Whether this rollout begins with `earlier`: with the same tokens, and the same log-probs of response
+        tokens."""
         length = earlier.response_length
         return np.array_equal(self.tokens[: len(earlier.tokens)], earlier.tokens) and np.array_equal(
             self.logprobs[:length], earlier.logprobs
@@ -288,7 +291,7 @@ class Verdict:
     """What a verifier says. `correct` decides the pass rate; `reward` the advantage; `reason` is for people.
 
     Reasons are short words: "match", "no_match", "no_answer", "timeout", "memory", "too_long", "crash", ...
-    rewards: what an environment's reward is made of, (name, value before its weight), each name once.
+    rewards: the components of an environment's reward, (name, value before weighting), each name once.
     """
 
     correct: bool
@@ -301,8 +304,8 @@ class Verdict:
 class Group:
     """The K rollouts of one prompt with their verdicts, in index order.
 
-    Of a group that was given up, or that a later batch goes on with, it holds those that had ended, maybe none, and its
-    bin is not the group's.
+    If the group was given up, or a later batch continues it, this holds only the rollouts that had finished, maybe
+    none, and `bin` is not that of the whole group.
     """
 
     group_id: int
@@ -328,13 +331,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Sequences:
-    """Samples as columns: all that splitting, packing and a pass read. Suffixes count: _N and _NK have an entry for
-    each sample, _R for each response token and _T for each token, end to end in sample order.
+    """Samples as columns, as far as splitting, packing and a pass read them. Suffixes name the entries: _N and _NK have
+    one for each sample, _R for each response token and _T for each token, end to end in sample order.
 
     tokens_T int32 [T], prompt then response of each sample; lengths_N int64, prompt + response; prompt_lengths_N int64;
-    loss_mask_R uint8. routed_experts_N: where the experts that the engine chose for the tokens of each sample are
-    recorded; None for a sample of which it did not tell, and where no engine was asked. contexts_N: tokens of each
-    sequence that a sample consists of, see `Rollout.contexts`; None where each is one.
+    loss_mask_R uint8. routed_experts_N: references to the experts that the engine chose for the tokens of each sample;
+    None for a sample without, and altogether if no sample has any. contexts_N: number of tokens of each sequence that a
+    sample consists of, see `Rollout.contexts`; None if every sample is one sequence.
     """
 
     tokens_T: np.ndarray
@@ -346,7 +349,7 @@ class Sequences:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], **columns: Any) -> Self:
-        """Return the rollouts, in order. Args: columns: what a subclass has besides."""
+        """Return the columns of the rollouts, in order. Args: columns: those that a subclass adds."""
         experts_N = tuple(rollout.routed_experts for rollout in rollouts)
         contexts_N = tuple(rollout.contexts for rollout in rollouts)
         return cls(
@@ -374,7 +377,7 @@ class Sequences:
         return np.array([part.sum(dtype=np.int64) for part in parts], dtype=np.int64)
 
     def contexts_of(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the tokens of each sequence of each of these samples."""
+        """Return, for each of these samples, the number of tokens of each of its sequences."""
         whole = self.contexts_N or ((),) * len(self)
         return [whole[i] or (int(self.lengths_N[i]),) for i in indices]
 
@@ -402,12 +405,12 @@ class StepBatch(Sequences):
 
     rollout_logprobs_R float32; rewards_N float32 (shaped); correct_N uint8; bins_N int64 in 0..K; group_ids_N int64;
     advantages_N float32; truncated_N uint8 (finish reason "length"); old_logprobs_R and ref_logprobs_R float32:
-    `PolicyGroup.prepare` adds those that the loss needs. token_advantages_R float32, None where advantages_N holds for
-    all tokens of a sample, or ranks make them of columns. values_R and value_targets_R float32, what the critic said
-    before each token when the batch began, and, on ranks only, what it shall say; None without a critic.
+    `PolicyGroup.prepare` adds those that the loss needs. token_advantages_R float32, None if advantages_N applies to
+    all tokens of a sample, or until ranks compute them from columns. values_R and value_targets_R float32, the critic's
+    values before each token when the batch began, and, on ranks only, its targets; None without a critic.
     group_lengths_NK int64 [N, K], trained tokens of every rollout of each sample's group; None unless the algorithm
-    needs them. environments_N: int64, the number of each sample's environment; None where the run has one. opens_batch:
-    whether this is the first optimizer step of a batch of rollouts that is trained.
+    needs them. environments_N: int64, the number of each sample's environment; None if the run has only one.
+    opens_batch: whether this is the first trained optimizer step of a batch of rollouts.
     """
 
     rollout_logprobs_R: np.ndarray
@@ -429,7 +432,7 @@ class StepBatch(Sequences):
 
 
 def _ragged(column: np.ndarray, lengths_N: np.ndarray) -> list[np.ndarray]:
-    """Return the part of each sample, as views: no position is written down for each element."""
+    """Return each sample's part of the column, as views, without an index for each element."""
     ends = np.cumsum(lengths_N).tolist()
     return [column[start:end] for start, end in pairwise([0, *ends])]
 
@@ -444,7 +447,7 @@ def _ragged_select(column: np.ndarray, lengths_N: np.ndarray, indices_M: np.ndar
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedStep:
     """What an optimizer step trains on. batch: with all columns that the loss needs. number: under which the policy
-    keeps what it has put into place for the step; None: nothing yet."""
+    keeps shards that it has already made for the step; None: it has none."""
 
     batch: StepBatch
     number: int | None = None
@@ -475,9 +478,9 @@ TrainedName = Literal["policy", "critic"]
 class MemoryMove:
     """One move of a rank's memory between device and host.
 
-    moved: bytes of the device that were given back or taken. left: bytes that the rank has on its device after it (on a
-    CPU: those of weights, gradients and optimizer state). seconds: how long it took. others: bytes that others had on
-    the device before it, CUDA contexts included; 0 on a CPU.
+    moved: device bytes that were freed or allocated. left: bytes that the rank has on its device afterwards (on a CPU:
+    those of weights, gradients and optimizer state). seconds: how long it took. others: bytes that other processes had
+    on the device before, CUDA contexts of all included; 0 on a CPU.
     """
 
     moved: int

@@ -356,10 +356,9 @@ class ModelWeights:
         self._senders = Senders(HOST, "gloo", connect_to_servers)
 
     @asynccontextmanager
-    async def hold(self, new_version: int | None = None) -> AsyncIterator[int]:
+    async def hold(self) -> AsyncIterator[None]:
         """Nothing changes these."""
-        self.version = self.version if new_version is None else new_version
-        yield self.version
+        yield
 
     async def export(self, plan: SendPlan) -> SendReport:
         """From this process, over gloo."""

@@ -57,7 +57,7 @@ class OnePolicy:
         self._passes = config.algorithm.passes(parts.algorithm_of(config).token_columns or ())
         self._policy = MegatronPolicy(parts.policy_settings(config), config.actor, config.algorithm)
         self._cost = CostModel.of_model(read_model_shape(config.model.path))
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy")
+        self._thread, self.version = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy"), 0
 
     async def prepare(self, batch: StepBatch) -> PreparedStep:
         """See `PolicyGroup.prepare`."""
@@ -87,9 +87,9 @@ class OnePolicy:
         return renumbered(micro_batches)
 
     @asynccontextmanager
-    async def hold(self, new_version: int | None = None) -> AsyncIterator[int]:
+    async def hold(self) -> AsyncIterator[None]:
         """There is one caller, so nothing is held."""
-        yield new_version or 0
+        yield
 
     async def export(self, plan: SendPlan) -> SendReport:
         """All weights to the engine of the plan, as a rank sends them."""

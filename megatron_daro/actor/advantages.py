@@ -1,8 +1,8 @@
-"""What the losses of a step are made of: rewards with the KL in them, advantages per token, a critic's targets.
+"""What the losses of a step need: rewards with the KL in them, advantages per token, a critic's targets.
 
-Columns of the passes -> the algorithm's own methods (`advantages` on the samples of all data-parallel ranks, the others
-on this rank's, with sums over these) -> a shard with advantages, before anything is computed of it. Refuses columns
-that were not computed, and what is not finite, on every rank alike.
+Columns of the passes -> the algorithm's own methods (`advantages` gets the samples of all data-parallel ranks; the
+others get this rank's, and a function that sums over the ranks) -> a shard with advantages, before its forward pass.
+Refuses columns that were not computed, and values that are not finite, on every rank alike.
 
 Legend: N samples, R response tokens of this shard.
 """
@@ -25,12 +25,12 @@ from megatron_daro.types import StepBatch
 
 
 def with_advantages(algorithm: Algorithm, batch: StepBatch, settings: ObjectiveSettings) -> StepBatch:
-    """Return this rank's shard with what the losses of the step are made of. Collective over the data-parallel group.
+    """Return this rank's shard with what the losses of the step need. Collective over the data-parallel group.
 
     Raises:
-        AlgorithmError: advantages per token that do not fit the batch, a column that was not computed, or rewards of
-            tokens for an algorithm that has one advantage for all of a rollout. NonFiniteError: some are not finite; on
-            every rank.
+        AlgorithmError: advantages per token do not fit the batch, a column was not computed, or tokens have rewards but
+            the algorithm has one advantage per rollout. NonFiniteError: a reward, advantage or target is not finite;
+            raised on every rank.
     """
     token_rewards_R = None
     if settings.reward_kl_coefficient > 0 and settings.reward_kl_per_token:
@@ -48,13 +48,14 @@ def with_advantages(algorithm: Algorithm, batch: StepBatch, settings: ObjectiveS
 
 
 def with_kl_in_reward(algorithm: Algorithm, batch: StepBatch, settings: ObjectiveSettings) -> StepBatch:
-    """Return this rank's shard with rewards that are less by coefficient times the KL of each answer's trained tokens,
-    summed, and the advantages of these rewards over the whole step. Collective over the data-parallel group.
+    """Return this rank's shard with coefficient * KL, summed over an answer's trained tokens, subtracted from each
+    reward, and with new advantages from the rewards of the whole step. Collective over the data-parallel group.
 
     The KL is that of the weights that the batch began with, from the columns of its passes; no gradient flows.
 
     Raises:
-        AlgorithmError: a column was not computed. NonFiniteError: a reward is not finite then; on every rank.
+        AlgorithmError: a column was not computed. NonFiniteError: a reward is not finite with the KL; raised on every
+            rank.
 
     Source: R - beta * sum of log(pi / pi_ref) as in RLOO, arXiv 2402.14740, eq. 1, with the estimator of the options.
     """
@@ -72,7 +73,8 @@ def with_kl_in_reward(algorithm: Algorithm, batch: StepBatch, settings: Objectiv
 
 
 def _kl_of_tokens(batch: StepBatch, settings: ObjectiveSettings) -> Tensor:
-    """float64 [R], 0 where nothing is trained. Raises AlgorithmError: a column was not computed."""
+    """Return each token's KL, float64 [R], 0 where nothing is trained. Raises AlgorithmError: a column was not
+    computed."""
     old_R, ref_R = batch.old_logprobs_R, batch.ref_logprobs_R
     if old_R is None or ref_R is None:
         place = "token_reward" if settings.reward_kl_per_token else "reward"
@@ -86,7 +88,7 @@ def _kl_of_tokens(batch: StepBatch, settings: ObjectiveSettings) -> Tensor:
 
 
 def _of_the_step(*columns_N: Tensor) -> tuple[list[Tensor], slice]:
-    """Return columns [N] of this rank's samples as those of all data-parallel ranks, and where its own are in them."""
+    """Gather columns [N] of the samples of all data-parallel ranks; return them, and where this rank's are in them."""
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     sizes = torch.zeros(size, dtype=torch.float64)
     sizes[rank] = len(columns_N[0])
@@ -99,12 +101,13 @@ def _of_the_step(*columns_N: Tensor) -> tuple[list[Tensor], slice]:
 
 
 def with_token_advantages(algorithm: Algorithm, batch: StepBatch, token_rewards_R: Tensor | None = None) -> StepBatch:
-    """Return this rank's shard with the algorithm's advantages per token, and with the critic's targets where there is
+    """Return this rank's shard with the algorithm's advantages per token, and with the critic's targets if there is
     one. Collective over the data-parallel group. Args: token_rewards_R: see `TokenColumns`.
 
     Raises:
-        AlgorithmError: a column was not computed, or what came back is no floating tensor [R]. NonFiniteError: trained
-            tokens have advantages that are not finite; on every rank, also where they are another rank's.
+        AlgorithmError: a column was not computed, or the algorithm failed or did not return a floating tensor [R].
+            NonFiniteError: advantages or targets of trained tokens are not finite; raised on every rank, whichever rank
+            has them.
     """
     tokens = _token_columns(algorithm, batch, token_rewards_R)
     batch = replace(batch, token_advantages_R=_made_per_token(algorithm, "token_advantages", tokens, "an advantage"))
@@ -114,7 +117,8 @@ def with_token_advantages(algorithm: Algorithm, batch: StepBatch, token_rewards_
 
 
 def _made_per_token(algorithm: Algorithm, method: str, tokens: TokenColumns, what: str) -> np.ndarray:
-    """float32 [R], 0 where nothing is trained. Collective; raises as `with_token_advantages`."""
+    """Return what a method of the algorithm computes, checked: float32 [R], 0 where nothing is trained. Collective;
+    raises the same errors as `with_token_advantages`."""
     try:
         values_R: object = getattr(algorithm, method)(tokens)
     except Exception as error:  # a user's class may raise anything

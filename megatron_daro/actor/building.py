@@ -1,4 +1,4 @@
-"""What a policy and a critic are built with alike: the weights that they start from, and what trains them."""
+"""What building a policy and building a critic share: the weights to start from, the wrapper, and the optimizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_daro.convert.megatron_weights import MegatronWeights
 def first_weights(
     settings: PolicySettings, shape: ModelShape, path: Path | None = None
 ) -> HFCheckpoint | MegatronWeights:
-    """Open the weights that a model starts from: its own at `path`, a Hugging Face checkpoint, else those of the
+    """Open the weights that a model starts from: the Hugging Face checkpoint at `path`, or without one those of the
     run."""
     if path is None and settings.weights is not None:
         return MegatronWeights(settings.weights, shape)
@@ -41,10 +41,10 @@ def trained_parts(
     options: Mapping[str, Mapping[str, Any]],
     total_steps: int,
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer, OptimizerParamScheduler]:
-    """Return what a `TrainedModel` is made of: the model's parts wrapped, their optimizer and schedule. Collective.
+    """Return what a `TrainedModel` is made of: the model's wrapped parts, their optimizer and schedule. Collective.
 
     Args:
-        chunks: with their weights. options: of `translation.megatron_options`. total_steps: in which it is updated.
+        chunks: with their weights. options: from `translation.megatron_options`. total_steps: number of its updates.
     """
     wrapped = wrap_data_parallel(chunks, config, distributed_optimizer=section.distributed, options=options["ddp"])
     optimizer = build_optimizer(wrapped, section, dtype=dtype, options=options["optimizer"])

@@ -2,7 +2,7 @@
 
 The policy calls this with a directory that checkpoints.py prepares, seals and verifies. What a rank holds goes through
 sharded_state.py, the state of a distributed optimizer through optimizer_shards.py, and a thread writes the file.
-Rejected: a checkpoint of another model or algorithm, or of weights by another K.
+Rejected: a checkpoint of another model or algorithm, or with difficulty weights of another K.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _METADATA = {
 
 
 _COPIED_BYTES = 2
-"""For each trained parameter of a rank: what a save may copy where the next update comes before the file is written."""
+"""Bytes per trained parameter of a rank that a save may copy if the next update comes before the file is written."""
 
 
 class PendingSave:
-    """A checkpoint that a thread of this rank is writing, from the live tensors: they must not change until `release`.
+    """A checkpoint that a thread of this rank writes from the live tensors, which must not change until `release`.
 
     Args:
-        directory: of the checkpoint. file: of this rank. most_copied: bytes of host memory that it may take.
+        directory: of the checkpoint. file: of this rank. most_copied: bytes of host memory that copies may take.
     """
 
     def __init__(self, directory: Path, file: ShardFile, *, most_copied: int) -> None:
@@ -81,10 +81,10 @@ def start_save(train_state: TrainedModel, directory: Path, checkpoint: Path) -> 
     Everything small is written when this returns; weights and optimizer state are written by a thread.
 
     Args:
-        directory: of this model. checkpoint: that it is a part of, or all of.
+        directory: of this model. checkpoint: the whole checkpoint's directory, the same one or the one around it.
 
     Raises:
-        CheckpointError: the disk refused. The other ranks then wait for this one: the group is not usable any more.
+        CheckpointError: the disk refused. Other ranks then wait for this one, so the group is not usable any more.
     """
     try:
         with quiet():
@@ -112,7 +112,7 @@ def load(train_state: TrainedModel, directory: Path) -> None:
     State comes from the checkpoint; options of the optimizer and its schedule stay those that this run was built with.
 
     Raises:
-        CheckpointError: files are missing or torn, or belong to another model or algorithm, or to weights by another K.
+        CheckpointError: files are missing or torn, or belong to another model or algorithm, or to another K.
     """
     try:
         with quiet():
@@ -153,9 +153,9 @@ def _fill(train_state: TrainedModel, model: dict[str, Any], directory: Path) -> 
 
 
 def _trained(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return a part's sharded state; beside adapters without the weights, which are read at each start."""
+    """Return a part's sharded state, without frozen base weights, which are read at each start."""
     state, base = chunk.sharded_state_dict(metadata=metadata), _base(chunk)
-    # Upstream takes adapters for whole on every rank.
+    # Replaces upstream's entries, which take adapters to be whole on every rank.
     return {name: value for name, value in state.items() if name not in base} | sharded_adapters(chunk)
 
 
@@ -166,7 +166,7 @@ def _base(chunk: torch.nn.Module) -> dict[str, Tensor]:
 def _state(train_state: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
     allocate_optimizer_state(train_state.optimizer)
     metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    # The keys of the tensors count the layers of the whole model: parts of a rank are no part of them.
+    # Tensor keys number the layers of the whole model, so they do not name a rank's parts.
     model = {str(place): _trained(chunk.module, metadata) for place, chunk in enumerate(train_state.chunks)}
     if is_distributed(train_state.optimizer):
         optimizer = common_state(train_state.optimizer)

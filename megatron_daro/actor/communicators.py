@@ -1,7 +1,7 @@
 """The GPU memory of NCCL's communicators, which a rank gives back while servers have its GPU.
 
 Each communicator keeps buffers for each of its peers: with several parallel dimensions several GB a rank. Suspended, it
-keeps its addresses and connections, and cannot be used; what NCCL allocated with cuMem goes back (NCCL_CUMEM_ENABLE).
+keeps its addresses and connections, but cannot be used; what NCCL allocated with cuMem is freed (NCCL_CUMEM_ENABLE).
 Source: NCCL 2.30.7, src/mem_manager.cc, `ncclCommMemSuspend`; torch 2.13, ProcessGroupNCCL.hpp, `suspend`.
 """
 
@@ -19,7 +19,11 @@ _FIRST_NCCL = (2, 29, 7)
 
 
 def suspend() -> int:
-    """Free the memory of communicators that can, until `resume`. Collective over all ranks. Returns bytes that stay."""
+    """Free the memory of communicators until `resume`, where NCCL can. Collective over all ranks.
+
+    Returns:
+        Bytes that the communicators still hold.
+    """
     backends = list(_suspendable())
     for backend in backends:
         backend.suspend()
@@ -27,16 +31,17 @@ def suspend() -> int:
 
 
 def resume() -> None:
-    """Take the memory again. Collective over all ranks."""
+    """Allocate the memory again. Collective over all ranks."""
     for backend in _suspendable():
         backend.resume()
 
 
 def _suspendable() -> Iterator[Any]:
-    """Yield the groups of this rank that have communicators, in the order in which all ranks made them: each suspends
-    when all of its ranks do, so two ranks that began with different ones would wait for each other.
+    """Yield the backends of this rank's groups that have communicators, in the order in which all ranks made the
+    groups: suspending one waits for all of its ranks, so ranks in different orders would wait for each other.
 
-    The pipeline of virtual stages is left out: its communicators are of two ranks each, in an order of torch's.
+    The pipeline group of virtual stages is left out: torch makes a communicator for each pair of its ranks, in an order
+    of its own.
     """
     if not torch.cuda.is_available() or torch.cuda.nccl.version() < _FIRST_NCCL:
         return

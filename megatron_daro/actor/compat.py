@@ -1,7 +1,7 @@
 """Gaps between this package and Megatron-core 0.16.1 to 0.19.x, closed in one place.
 
-Each entry names the upstream version, the reason, and when it can go. Refuses: to change upstream's modules, but for a
-flag of one; entries here subclass or wrap what upstream offers.
+Each entry names the upstream version, the reason, and when it can go. Upstream's modules are not changed, except for
+one flag; entries here subclass or wrap what upstream offers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _GROUP_STRUCTURE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without upstream's warnings and log lines below ERROR.
+    """Silence upstream's warnings, and its log lines below ERROR.
 
     Upstream: 0.16.1 to 0.19.2. Reason: it announces its own deprecations (GPTModel, parameter layouts, checkpoints) on
     every rank, to people who cannot act on them. Can go: when it does not.
@@ -79,31 +79,31 @@ class HiddenStateGPTModel(GPTModel):
 
 
 class ValueModel(HiddenStateGPTModel):
-    """The same with one number for each token: its output layer is whole on every tensor-parallel rank.
+    """The same with one number for each token; its output layer is whole on every tensor-parallel rank.
 
     Upstream: 0.16.1 to 0.19.2. Reason: GPTModel's output layer is cut over the tensor-parallel ranks, which one row
-    cannot be. Under the same name, because upstream's `sharded_state_dict` asks for it. Can go: when upstream has a
-    model with a scalar head.
+    cannot be. The head keeps the name `output_layer`, because upstream's `sharded_state_dict` asks for it. Can go: when
+    upstream has a model with a scalar head.
     """
 
     def __init__(self, config: TransformerConfig, *arguments: object, **options: object) -> None:
         super().__init__(config, *arguments, **{**options, "share_embeddings_and_output_weights": False})
         if self.post_process:
             head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
-            # Every tensor-parallel rank sees all tokens and has the whole gradient: it must not be summed over them,
-            # as a parameter with `sequence_parallel` is.
+            # Every tensor-parallel rank sees all tokens and has the whole gradient. It must not be summed over the
+            # ranks, as that of a parameter with `sequence_parallel` is.
             self.output_layer = head
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
     """Multi-head latent attention whose projections to the latents are whole on every tensor-parallel rank.
 
-    Upstream: 0.16.1 to 0.19.2. Reason: Transformer Engine's are whole, those of local layers are cut and their outputs
-    gathered; the rotary key, which the heads of all ranks share, is then left without the gradients of other ranks'
+    Upstream: 0.16.1 to 0.19.2. Reason: Transformer Engine's are whole, but those of local layers are cut and their
+    outputs gathered; the rotary key, which the heads of all ranks share, then misses the gradients of other ranks'
     heads (`gather_from_tensor_model_parallel_region` sums none). Can go: when local layers have a whole linear layer.
 
-    Upstream: 0.16.1. Reason: it takes Transformer Engine for installed where it is not, and a mock for a class of it.
-    Can go: with 0.16.
+    Upstream: 0.16.1. Reason: it believes that Transformer Engine is installed where it is not, and takes a mock for one
+    of its classes. Can go: with 0.16.
 
     Upstream: 0.19. Reason: where queries have no latent, it puts a norm before their projection, since there is one
     for keys and values (transformer/mla_qk_norm_config.py, `_resolve_mla_qk_layernorm`). Can go: when it does not.
@@ -116,7 +116,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
             cut = getattr(self, name, None)
             if isinstance(cut, ColumnParallelLinear):
                 setattr(self, name, _WholeLinear(config, cut.input_size, cut.output_size))
-        if "linear_q_up_proj" in self._modules:  # the two go out one after the other (`Family.loaded_together`)
+        if "linear_q_up_proj" in self._modules:  # so down-projections are exported in a row (`Family.loaded_together`)
             self._modules["linear_q_up_proj"] = self._modules.pop("linear_q_up_proj")
 
     def _resolve_qk_norm_config(self, submodules: object) -> dict[str, Any]:
@@ -125,10 +125,10 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
 
 class GatedAttention(SelfAttention):
-    """Attention whose output is multiplied by a gate, also on more ranks than there are key-value heads.
+    """Attention whose output is multiplied by a gate, even with more tensor-parallel ranks than key-value heads.
 
-    Upstream: 0.16.1. Reason: such a rank takes its own query heads out of their group, and leaves the gates of all of
-    them (transformer/attention.py, `get_query_key_value_tensors`). Can go: with 0.16.
+    Upstream: 0.16.1. Reason: a rank then selects its own query heads from their group, but keeps the gates of the whole
+    group (transformer/attention.py, `get_query_key_value_tensors`). Can go: with 0.16.
     """
 
     def get_query_key_value_tensors(self, *arguments: object, **options: object) -> tuple[torch.Tensor, ...]:
@@ -139,7 +139,8 @@ class GatedAttention(SelfAttention):
 
 
 class _WholeLinear(torch.nn.Linear):
-    """A linear layer without bias that each tensor-parallel rank has, for its own tokens under sequence parallelism."""
+    """A linear layer without bias, whole on each tensor-parallel rank; under sequence parallelism a rank applies it to
+    its own tokens."""
 
     def __init__(self, config: TransformerConfig, columns: int, rows: int) -> None:
         super().__init__(columns, rows, bias=False, dtype=config.params_dtype)
@@ -180,8 +181,9 @@ def frozen_expert_biases(config: TransformerConfig, *, wanted: bool) -> Iterator
 
     Upstream: 0.16.1 to 0.19.2. Reason: `moe_router_enable_expert_bias` has the bias moved after each step by a fixed
     rate towards experts that saw few tokens (distributed/finalize_model_grads.py), and counts tokens for that in each
-    forward pass. The bias is a buffer, so what goes over parameters (loading, export, host memory, the reference) would
-    leave it out. Here it is an fp32 parameter without a gradient. Can go: when upstream can keep it as it is.
+    forward pass. The bias is a buffer, so code that iterates over parameters (loading, export, host memory, the
+    reference) would miss it. Here it is an fp32 parameter without a gradient. Can go: when upstream can leave it as it
+    is.
 
     Yields:
         What to call with the built model, in its final dtype.
@@ -206,20 +208,21 @@ def allow_biases_of_experts(model: torch.nn.Module) -> None:
     """Let experts that are whole on a rank have biases.
 
     Upstream: 0.16.1 to 0.19.2. Reason: the bias is added in place to the output of an expert's last layer
-    (transformer/mlp.py), which without expert or tensor parallelism is a view out of a reduction over one rank
-    (tensor_parallel/layers.py), and autograd refuses that. With either the output is taken as it is. Can go: when it is
-    so always.
+    (transformer/mlp.py). Without expert or tensor parallelism that output is a view from a reduction over one rank
+    (tensor_parallel/layers.py), and autograd refuses to add to it. With either, the output is used as it is. Can go:
+    when it always is.
     """
     for layer in (module for module in model.modules() if isinstance(module, RowParallelLinear)):
         layer.explicit_expert_comm = layer.explicit_expert_comm or layer.is_expert
 
 
 def bound_rotary_tables(rotary: RotaryEmbedding) -> None:
-    """Let packs of all lengths share few tables of rotary angles, each the first rows of the next.
+    """Let packs of all lengths share a few tables of rotary angles, by rounding up the length of a table.
 
-    Upstream: 0.16.1 to 0.19.2. Reason: it keeps the 32 last tables of all models, one for each longest sequence of a
-    pack, which at 40k tokens is 0.3 GB of a GPU, and computes a new one for most packs. A table as long as its pack
-    would be read as one row for each token of the pack, so the lengths are odd. Can go: when upstream keeps one.
+    Upstream: 0.16.1 to 0.19.2. Reason: it keeps the last 32 tables of all models, one for each length of a pack's
+    longest sequence (0.3 GB of a GPU at 40k tokens), and computes a new one for most packs. A table as long as its pack
+    would be read as one row for each token of the pack, so the lengths are odd. Can go: when upstream keeps a single
+    table.
     """
     exact = rotary.get_rotary_seq_len
 
@@ -234,8 +237,9 @@ def share_rotary_tables(model: GPTModel) -> None:
     """Let all layers of latent attention have one rotary embedding, and so one table of angles for a pack.
 
     Upstream: 0.16.1 to 0.19.2. Reason: each layer has its own, and they share a cache of 32 tables: with more layers
-    every layer of every pack computes one. Tables are as long as the longest sequence of a pack: a longer one is cut to
-    the length of the pack, and then read as one row for each of its tokens. Can go: when the model has one.
+    than that, each layer computes a table for every pack. Tables are as long as the longest sequence of a pack: a
+    longer table would be cut to the length of the pack, and then read as one row for each of its tokens. Can go: when
+    the model has one embedding.
     """
     attentions = [layer.self_attention for layer in model.decoder.layers]
     for attention in attentions:
@@ -243,7 +247,7 @@ def share_rotary_tables(model: GPTModel) -> None:
 
 
 def forget_rotary_tables() -> None:
-    """Let go of the last tables of rotary angles, and of the models that they are of.
+    """Drop the cached tables of rotary angles, and with them the models that they belong to.
 
     Upstream: 0.16.1 to 0.19.2. Reason: `forward` is an `lru_cache` over the module itself
     (models/common/embeddings/rotary_pos_embedding.py and yarn_rotary_pos_embedding.py), so a model that is gone
@@ -257,7 +261,7 @@ def forget_rotary_tables() -> None:
 def finalize_summed_grads(
     model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: object
 ) -> None:
-    """Reduce gradients over DP, CP, TP norms and tied embeddings, with no division at all.
+    """Reduce gradients over DP and CP, those of norms over TP, and those of tied embeddings, without any division.
 
     Upstream: 0.16.1 to 0.19.2. Reason: the distributed loss already carries its global denominator in every
     coefficient, so gradients must be plain sums. With `calculate_per_token_loss` the data-parallel reduction multiplies
@@ -276,13 +280,14 @@ class PipelineMessages(P2PCommunicator):
     """
 
     def __init__(self, config: TransformerConfig, lengths: Sequence[int], chunks: int) -> None:
-        """Lengths: tokens of each micro-batch on this rank. chunks: parts of the model on this rank."""
+        """Args: lengths: tokens of each micro-batch on this rank. chunks: parts of the model on this rank."""
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
         shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._hidden = config.hidden_size
         table = get_schedule_table(len(lengths), chunks, config.microbatch_group_size_per_vp_stage or len(lengths))
-        # The first part of the model is sent no activations, the last no gradients. Backward, parts come in reverse, so
-        # in both directions those are the table's first; micro-batches come in the table's order each time.
+        # The first part of the model receives no activations, the last no gradients. Backward runs the parts in
+        # reverse, so in both directions it is the table's part 0 that receives none; micro-batches come in the table's
+        # order both times.
         rows = [lengths[i] // shards for i, _ in table]
         others = [lengths[i] // shards for i, part in table if part > 0]
         self._activations = iter(others if parallel_state.is_pipeline_first_stage(ignore_virtual=True) else rows)
@@ -296,7 +301,7 @@ class PipelineMessages(P2PCommunicator):
         return before, after
 
     def check_received(self, *, forward_only: bool) -> None:
-        """Raise RuntimeError if fewer messages came than the micro-batches have: shapes went to the wrong ones."""
+        """Raise RuntimeError if fewer messages came than expected: then they were received with wrong shapes."""
         left = len(list(self._activations)) + (0 if forward_only else len(list(self._gradients)))
         if left:
             raise RuntimeError(
@@ -305,7 +310,7 @@ class PipelineMessages(P2PCommunicator):
 
 
 def schedule_groups() -> ProcessGroupCollection:
-    """Return the groups that upstream's schedules take with a communicator, those that they would take by themselves.
+    """Return the groups that upstream's schedules need beside a communicator: the ones that they choose by default.
 
     Upstream: 0.16.1 (`forward_backward_pipelining_without_interleaving`) and 0.19.2 (`_build_default_pg_collection`).
     Reason: they take both or neither. Can go: when a communicator alone is enough.
@@ -323,11 +328,11 @@ def schedule_groups() -> ProcessGroupCollection:
 
 
 def order_by_dtype(optimizer: MegatronOptimizer) -> None:
-    """Let a distributed optimizer find the state of parameters of which some are fp32 in a bf16 model.
+    """Let a distributed optimizer find the right state for each parameter when some of a bf16 model's are fp32.
 
-    Upstream: 0.16.1 to 0.19.2. Reason: it notes the place of each parameter within its group, and then puts those in
+    Upstream: 0.16.1 to 0.19.2. Reason: it notes the place of each parameter within its group, and then moves those in
     fp32 before the others (optimizer/distrib_optimizer.py, `_build_model_and_main_param_groups`): the state of another
-    one would be saved. Can go: when the places are those after that.
+    parameter would be saved. Can go: when it notes the places after the move.
     """
     for part in optimizer_parts(optimizer):
         if hasattr(part, "model_param_group_index_map") and getattr(part, "optimizer", None) is not None:
@@ -338,7 +343,7 @@ def order_by_dtype(optimizer: MegatronOptimizer) -> None:
 
 
 def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Adam moments (and torch's step counts) of 0 where an optimizer has not stepped yet; nothing where it has.
+    """Create Adam moments (and torch's step counts) of 0 for each optimizer that has no state yet.
 
     Upstream: 0.16.1 to 0.19.2. Reason: DistributedOptimizer.state_dict reads the step count from the states of torch's
     Adam and fails when there are none, and it is called to load a checkpoint as well; Transformer Engine's FusedAdam is
@@ -355,13 +360,13 @@ def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any], fill: Callable[[], None]) -> None:
-    """`optimizer.load_state_dict(state)` and then `fill()`, with torch's Adam as the inner optimizer too.
+    """Call `optimizer.load_state_dict(state)` and then `fill()`; works with torch's Adam as the inner optimizer too.
 
     Upstream: 0.16.1 to 0.19.2. Reason: the fully reshardable format leaves the step counts out, but the loader asks for
     one with every parameter; and it then gives all parameters one shared step tensor, which Adam would increment once
     for each of them. Can go: when a torch optimizer survives upstream's own round trip.
-    Upstream: 0.19. Reason: a saved parameter group is found by its learning rates and weight decays too, so
-    that a run with other ones finds none. Can go: when groups are found by what they are.
+    Upstream: 0.19. Reason: a saved parameter group is matched by its learning rates and weight decays too, so a run
+    with other values finds none. Can go: when groups are matched by structure alone.
     """
     for group in _param_groups(state):
         _identify(group, optimizer.param_groups)
@@ -386,7 +391,7 @@ def _param_groups(state: object) -> Iterator[dict[str, Any]]:
 
 
 def _identify(saved: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Give a saved group what upstream finds it by, from this run's group of the same structure."""
+    """Give a saved group the values that upstream matches it by, from this run's group of the same structure."""
     own = next((g for g in groups if all(g.get(key) == saved.get(key) for key in _GROUP_STRUCTURE)), None)
     if own is None:
         return
@@ -419,11 +424,11 @@ UpstreamT = TypeVar("UpstreamT")
 
 
 def upstream_config(dataclass_: type[UpstreamT], values: Mapping[str, Any], options: Mapping[str, Any]) -> UpstreamT:
-    """Return an upstream dataclass. Raises ConfigError: an option is of another type, or upstream refuses it."""
+    """Build an upstream dataclass. Raises ConfigError: an option has the wrong type, or upstream refuses it."""
     types = get_type_hints(dataclass_)
     for name, value in options.items():
         try:
-            # As JSON: a list is a fine tuple and 1 a fine float, but "1" is no number.
+            # As JSON, a list is valid for a tuple and 1 for a float, but "1" is not a number.
             TypeAdapter(types[name]).validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
             raise ConfigError(

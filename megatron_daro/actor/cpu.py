@@ -2,10 +2,11 @@
 
 Upstream (0.16.1 to 0.19.2) has no CPU back end, and tests, CI and laptops need the same code as a GPU. It asks for CUDA
 by name in four ways: factory calls with device="cuda", `torch.cuda.*` functions, `.cuda()` methods, and type strings
-such as "torch.cuda.FloatTensor". Functions that it fuses with torch.compile run as they are written: loading the
-compiler alone takes seconds of every start. Where gloo does less than nccl (memory of what is on its way, unequal
-parts), the difference is made up for. Only where there is no GPU. Can go when upstream takes its device from
-configuration, once snapshot.py, the one file of this package whose `torch.cuda` calls rely on it, asks the device.
+such as "torch.cuda.FloatTensor". Functions that it compiles with torch.compile run uncompiled: loading the compiler
+alone takes seconds at every start. What gloo lacks compared with NCCL (it does not keep the memory of tensors in
+flight, and refuses parts of unequal size) is made up for. Used only where there is no GPU. Can go when upstream takes
+its device from configuration and snapshot.py, the only file of this package whose `torch.cuda` calls rely on the
+redirection, checks for the device itself.
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ def install() -> None:
 
 
 def _uncompiled(function: Callable[..., Any] | None = None, **options: object) -> Callable[..., Any]:
-    """In place of torch.compile, also with options alone: `@torch.compile(dynamic=True)`."""
+    """Stand in for torch.compile, also when called with options alone: `@torch.compile(dynamic=True)`."""
     return function if function is not None else _uncompiled
 
 
 def _keep_compiler_from_optimizers() -> None:
-    """torch's optimizers load the compiler, only to tell it to leave them alone: they run as they are written.
+    """Unwrap methods of torch's optimizers, which load the compiler only to tell it to leave them alone.
 
     Source: torch 2.13, torch/_compile.py, `_disable_dynamo`; torch/optim/optimizer.py, `_use_grad_for_differentiable`.
     """
@@ -176,9 +177,9 @@ def _redirect_random_state() -> None:
 
 
 def _redirect_sends() -> None:
-    """Keep the memory of a tensor that is on its way.
+    """Keep the memory of a tensor that is in flight.
 
-    With messages during computation Megatron-core takes the storage out of a tensor that it is still sending. nccl's
+    When messages overlap computation, Megatron-core takes the storage out of a tensor that it is still sending. NCCL's
     streams hold on to it; gloo would send whatever lies there by then.
     """
     import torch.distributed.distributed_c10d as c10d
@@ -189,16 +190,16 @@ def _redirect_sends() -> None:
     def call(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         return original(tensor.detach(), *args, **kwargs)  # another tensor of the same storage
 
-    for module in (torch.distributed, c10d):  # the second knows by it what may be in a batch
+    for module in (torch.distributed, c10d):  # c10d tells by it which operations a batch may have
         _replace(module, isend=call)
 
 
 def _redirect_experts() -> None:
-    """Routing and dispatch of a mixture of experts.
+    """Make routing and dispatch of a mixture of experts work on a CPU.
 
-    The dispatcher counts tokens on the device, and makes the lists that all_to_all_single wants where it copies the
-    counts to the host: on a CPU nothing is copied. The router names a kernel that only Transformer Engine has. Ranks
-    that share experts gather unequal numbers of tokens, which gloo refuses and nccl does not.
+    The dispatcher counts tokens on the device, and turns the counts into the lists that all_to_all_single wants only
+    when it copies them to the host, which on a CPU it does not do. The router names a kernel that only Transformer
+    Engine has. Ranks that share experts gather unequal numbers of tokens, which gloo refuses, unlike NCCL.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -215,12 +216,12 @@ def _redirect_experts() -> None:
 
 
 def _on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """In place of upstream's function of this use: tensors are on the host; numpy arrays where they are asked for."""
+    """Stand in for upstream's copy to the host: tensors are there already; return a numpy array if asked for one."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's all_gather, also of tensors with unequal first dimensions: they are padded on the way."""
+    """Return an all_gather that also takes tensors with unequal first dimensions: it pads them for the transfer."""
 
     @functools.wraps(original)
     def call(tensors: list[torch.Tensor], tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
@@ -238,7 +239,7 @@ def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's reduce_scatter, also with parts of unequal first dimensions: all are summed, and one is kept."""
+    """Return a reduce_scatter that also takes parts of unequal first dimensions: it sums all and keeps this rank's."""
 
     @functools.wraps(original)
     def call(output: torch.Tensor, parts: list[torch.Tensor], *args: object, **kwargs: object) -> object:

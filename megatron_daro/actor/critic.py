@@ -1,10 +1,10 @@
-"""The critic of one process: a second model, which says what an answer will still be worth.
+"""The critic of one process: a second model, which estimates at each token what the answer will be worth.
 
-Built from the policy's checkpoint, or from one of its own, which may be of another shape, under the policy's layout
-and on its ranks; the two compute one after the other. `values` is a pass before the first optimizer step of a batch;
-`gradients` and `apply` are its part of an optimizer step, for which actor/advantages.py has made the targets. The head
-has one output, is whole on every tensor-parallel rank, and says 0 until it is trained where the checkpoint has none.
-Refuses a head with a bias that is not 0.
+It is built from the policy's checkpoint, or from one of its own, which may be of another shape, under the policy's
+layout and on its ranks; the two compute one after the other. `values` is a pass before the first optimizer step of a
+batch; `gradients` and `apply` are the critic's part of an optimizer step, with targets from actor/advantages.py. The
+head has one output and is whole on every tensor-parallel rank; if the checkpoint has no head, values are 0 until it is
+trained. Refuses a head with a bias that is not 0.
 
 Legend: T packed tokens of a micro-batch on this CP rank, I selected positions of them, P response tokens, J trained
 tokens, D hidden; N samples of the shard, R its response tokens.
@@ -48,7 +48,7 @@ from megatron_daro.types import Sequences, StepBatch
 
 _BIAS = "score.bias"
 FOLDER = "critic"
-"""Of a checkpoint, where the critic's part of it is."""
+"""Folder of a checkpoint that holds the critic's part of it."""
 
 
 class Critic:
@@ -65,8 +65,8 @@ class Critic:
         """Build the model, load the weights, make optimizer and schedule. Collective.
 
         Args:
-            settings, actor: of the policy, whose optimizer it has but for what the section says. to_be_restored: no
-            weights are read.
+            settings, actor: of the policy; the section overrides options of its optimizer. to_be_restored: read no
+                weights.
 
         Raises:
             ModelError: the checkpoint cannot be used.
@@ -87,17 +87,17 @@ class Critic:
         self.state = TrainedModel(*parts)
 
     def values(self, batch: Sequences, micro_batches: MicroBatches) -> np.ndarray | None:
-        """float32 [R], what it says before each response token; None before the last stage."""
+        """Return the value before each response token, float32 [R]; None before the last stage."""
         last: ValueModel = self.state.chunks[-1].module
 
         def at(_: PackedMicroBatch, hidden_T1D: Tensor, positions_P: Tensor) -> Tensor:
             return position_values(last, hidden_T1D, positions_P)
 
-        batch = replace(batch, routed_experts_N=None)  # those of the policy are none of this model's
+        batch = replace(batch, routed_experts_N=None)  # they are the policy's, not this model's
         return response_column(self.state.chunks, batch, micro_batches, at, vocab_size=self.shape.vocab)
 
     def gradients(self, batch: StepBatch, micro_batches: MicroBatches) -> CriticReport:
-        """Forward and backward of a whole step: gradients end up summed over all ranks. Collective.
+        """Run forward and backward of a whole step; gradients end up summed over all ranks. Collective.
 
         Args:
             batch: this rank's shard, with `values_R`, `value_targets_R` and `token_advantages_R`.
@@ -120,16 +120,16 @@ class Critic:
         return CriticReport(check.fit, check.grad_norm, metrics)
 
     def apply(self, report: CriticReport) -> dict[str, float]:
-        """Update from the gradients that this report is of. Returns further metrics."""
+        """Update the critic from the gradients that the report is about. Returns further metrics."""
         learning_rate = apply_update(self.state.optimizer, self.state.scheduler, report.grad_norm)
         return {"critic/learning_rate": learning_rate}
 
 
 def position_values(model: ValueModel, hidden_T1D: Tensor, positions_I: Tensor) -> Tensor:
-    """fp32 [I], differentiable, the same on every tensor-parallel rank.
+    """Return the values at chosen positions, fp32 [I], differentiable, the same on every tensor-parallel rank.
 
-    Each of them has the whole head, sees all tokens, and so has the whole gradient of both: of the hidden states each
-    keeps its own tokens under sequence parallelism, and nothing is summed over the ranks.
+    Each of these ranks has the whole head and sees all tokens, and so has the whole gradient of both. Nothing is summed
+    over them; under sequence parallelism each keeps the hidden gradient of its own tokens.
     """
     if model.config.sequence_parallel:
         hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
@@ -145,7 +145,7 @@ class _ValueLoss:
         self.sums = torch.zeros(2, dtype=torch.float64, device=device.current())
 
     def micro_batch(self, packed: PackedMicroBatch, hidden_T1D: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """As `StepLoss.micro_batch`."""
+        """See `StepLoss.micro_batch`."""
         positions_J = packed.trained_slots_J
         assert packed.values_T is not None and packed.value_targets_T is not None
         losses_J, clipped_J = value_losses(

@@ -1,4 +1,4 @@
-"""What a critic says, in numbers of the whole step: how its values fit, and what advantages come of them.
+"""Metrics of a critic over the whole step: how well its values fit, and which advantages follow from them.
 
 A shard with values, targets and advantages per token -> sums over the data-parallel ranks -> the metrics under
 `critic/` that need no model.
@@ -23,14 +23,14 @@ _BY_TENTH = ("value_wrong", "value_right")
 
 
 def column_metrics(batch: StepBatch) -> dict[str, float]:
-    """How the values that the batch began with fit the targets of the step, and advantages by pass rate, over all its
-    trained tokens. Collective over the data-parallel group.
+    """Return how well the values that the batch began with fit the targets of the step, and its advantages by pass
+    rate, over all its trained tokens. Collective over the data-parallel group.
 
     Args:
         batch: this rank's shard, with `values_R`, `value_targets_R` and `token_advantages_R`.
 
     Returns:
-        Metrics of docs/metrics.md; none for a step without a trained token. Of a bin or a tenth without one: none.
+        Metrics of docs/metrics.md; none for a step without a trained token, nor for a bin or a tenth without one.
     """
     values_J, targets_J, advantages_J = (
         _trained(batch, column_R) for column_R in (batch.values_R, batch.value_targets_R, batch.token_advantages_R)
@@ -67,8 +67,8 @@ def _trained(batch: StepBatch, column_R: np.ndarray | None) -> Tensor:
 
 
 def _cells(batch: StepBatch) -> tuple[Tensor, Tensor]:
-    """Return two int64 [J]: the bin of each trained token's sample; and its tenth, the j-th of n tokens (from 0) being
-    in tenth 10 j / n, rounded down, plus 10 for right answers."""
+    """Return two int64 [J]: the bin of each trained token's sample; and its tenth: token j (from 0) of the sample's n
+    trained tokens is in tenth 10 j / n, rounded down, plus 10 for right answers."""
     counts_N = torch.from_numpy(batch.trained_tokens_N)
     sample_J = torch.arange(len(batch)).repeat_interleave(counts_N)
     number_J = torch.arange(len(sample_J)) - (counts_N.cumsum(0) - counts_N)[sample_J]
@@ -78,6 +78,6 @@ def _cells(batch: StepBatch) -> tuple[Tensor, Tensor]:
 
 
 def _sums(cells_J: Tensor, num_cells: int, *columns_J: Tensor) -> Tensor:
-    """float64 [cells, 1 + columns]: the number of tokens in each cell, then each column's sum."""
+    """Return float64 [cells, 1 + columns]: the number of tokens in each cell, then each column's sum."""
     rows_J = torch.stack([torch.ones(len(cells_J), dtype=torch.float64), *columns_J], dim=1)
     return torch.zeros(num_cells, rows_J.shape[1], dtype=torch.float64).index_add_(0, cells_J, rows_J)

@@ -28,7 +28,7 @@ def prepare() -> None:
 
 
 def current() -> torch.device:
-    """Return the device of this process, the GPU of its number on the host or the CPU, and use it in this thread."""
+    """Return the device of this process, the GPU of its LOCAL_RANK or the CPU, and make it this thread's device."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
@@ -40,9 +40,10 @@ def current() -> torch.device:
 def _have_transformer_engine_take_torchs_cudnn() -> None:
     """Load the whole cuDNN that torch brought, before Transformer Engine is imported for the first time.
 
-    Its library needs all parts of cuDNN by name, and torch has loaded the first one only: where the system has a cuDNN,
-    too, the rest would be that one's, and torch refuses to go on with two (seen on an H200: 9.14 beside torch's 9.19).
-    CUDNN_HOME, which it looks at first, names torch's for the same reason.
+    Transformer Engine's library needs all parts of cuDNN by name, of which torch has loaded only the first. Where the
+    system has a cuDNN too, the others would be the system's, and torch refuses to run with two versions (seen on an
+    H200: 9.14 beside torch's 9.19). CUDNN_HOME, where Transformer Engine looks first, is set to torch's for the same
+    reason.
     Source: transformer_engine 2.20.2, common/__init__.py, `_load_cuda_library_from_system`.
     """
     brings_its_own = any(need.startswith("nvidia-cudnn") for need in metadata.requires("torch") or ())
@@ -56,10 +57,10 @@ def _have_transformer_engine_take_torchs_cudnn() -> None:
 
 
 def expand_segments(device: torch.device) -> None:
-    """Let the allocator's segments on a GPU grow, since lengths differ from batch to batch; not where the environment
-    says how memory is allocated. Of what is allocated from now on.
+    """Use expandable segments for what is allocated on a GPU from now on, since lengths differ from batch to batch;
+    change nothing if the environment configures the allocator.
 
-    Not for memory that another process opens by CUDA IPC or that NCCL registers: handles of such segments are another
+    Not for memory that another process opens by CUDA IPC or that NCCL registers: such segments have handles of another
     kind, and pools for NCCL exclude them (pytorch/pytorch issues 130330, 165419).
     Source: torch 2.13, torch/cuda/memory.py, `_set_allocator_settings`.
     """
@@ -74,8 +75,9 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 def bind_to_numa_node(device: torch.device) -> tuple[str, ...]:
     """Keep the threads of this process, and so the memory that they touch first, on the NUMA node of its GPU.
 
-    Where the system names no node, as with a single one, nothing changes. Returns why it could not be, for a person.
-    torch's own way in (torchrun --numa-binding) asks for the program numactl, and takes an unnamed node for node 0.
+    Where the system names no node, for example because it has only one, nothing changes. Returns remarks for the user:
+    why binding failed. torch's own entry point (torchrun --numa-binding) needs the program numactl, and takes an
+    unnamed node for node 0.
     Source: torch 2.13, torch/numa/binding.py, AffinityMode.NODE. SGLang binds its servers' processes by itself.
     """
     if device.type != "cuda":
@@ -100,14 +102,14 @@ def bind_to_numa_node(device: torch.device) -> tuple[str, ...]:
 def shown(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor for readers: on a CPU, the same memory under a storage of its own.
 
-    Whoever makes a numpy array of a tensor, as writers of files do, makes its storage one that cannot be resized any
-    more; those of a trainer are, to give their memory away (actor/host_memory.py).
+    Making a numpy array of a tensor, as writers of files do, leaves its storage unable to be resized; but a trainer
+    resizes storages to free their memory (actor/host_memory.py).
     """
     return tensor if tensor.device.type != "cpu" else torch.from_dlpack(tensor.detach())
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine layers can be used: installed, and a GPU is there."""
+    """Whether Transformer Engine's layers can be used: it can be imported, and there is a GPU."""
     if not torch.cuda.is_available():
         return False
     _have_transformer_engine_take_torchs_cudnn()

@@ -1,7 +1,7 @@
-"""Host memory of snapshots: each slot holds one, and is whole or has no number.
+"""Host memory of snapshots: a slot holds one snapshot, and has its number only while it is whole.
 
-A snapshot that is being taken never overwrites the one that all ranks have, so a rank that dies in between leaves
-nothing torn behind. A process without a model keeps copies too (runtime/snapshot_store.py).
+Of two slots, the one with the snapshot that all ranks have is not overwritten by the next one, so a rank that dies
+meanwhile leaves nothing torn behind. runtime/snapshot_store.py keeps copies of other ranks' snapshots in this way too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Slot:
     """Host memory of one snapshot.
 
     serial: its number; None while it is not whole. layout: of the storages whose content the blocks have, one after the
-    other, by kind. blocks: uint8, kept for the next snapshot. rest: what is small, as plain values and tensors.
+    other, by kind. blocks: uint8, reused for the next snapshot. rest: small state, as plain values and tensors.
     """
 
     serial: int | None = None
@@ -37,7 +37,7 @@ class DoubleBuffer:
     """The snapshots of one rank: at most as many as there are slots."""
 
     def __init__(self, slots: int = 2) -> None:
-        """Take no memory. Args: slots: 2, or 1 where another process has the snapshot that must stay."""
+        """Allocate nothing yet. Args: slots: 2, or 1 if another process keeps the snapshot that must stay."""
         self._slots = [Slot() for _ in range(slots)]
 
     @property
@@ -46,7 +46,8 @@ class DoubleBuffer:
         return tuple(sorted({slot.serial for slot in self._slots if slot.serial is not None}))
 
     def open(self, keep: int | None) -> Slot:
-        """Return the slot for the next snapshot, not whole from now on. Args: keep: the snapshot that must stay."""
+        """Return the slot for the next snapshot; from now on it is not whole. Args: keep: the snapshot that must stay,
+        if there is another slot."""
         free = [slot for slot in self._slots if slot.serial is None or slot.serial != keep] or self._slots
         slot = min(free, key=lambda one: -1 if one.serial is None else one.serial)
         slot.serial = None

@@ -1,7 +1,7 @@
 """Micro-batches through the pipeline: packing, Megatron's schedule, and log-probabilities at the trained positions.
 
 Shard + micro-batch indices -> packed micro-batches -> hidden states -> per-token log-probabilities and
-entropy, which actor/loss.py turns into a loss, and passes into columns.
+entropy, which actor/loss.py turns into a loss, and `response_column` into the column of a pass.
 
 Legend: T packed tokens of a micro-batch on this CP rank, I selected positions of them, P positions of its response
 tokens, D hidden, R response tokens of the shard.
@@ -42,7 +42,7 @@ MicroBatches = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class OutputSettings:
-    """How log-probabilities are taken: arguments of `vocab_parallel_logprobs`."""
+    """How log-probabilities are computed: arguments of `vocab_parallel_logprobs`."""
 
     vocab_size: int
     temperature: float = 1.0
@@ -55,10 +55,10 @@ def packed_micro_batches(
 ) -> list[PackedMicroBatch]:
     """Return this rank's micro-batches on its device, sliced for context parallelism, padded as the model needs it.
 
-    Everything that must be looked at is looked at before the data goes to a GPU, which is then never waited for.
+    Everything is checked before the data goes to a GPU, so that the host never has to wait for it.
 
     Raises:
-        DataError: a token outside the vocabulary, or an expert that the model has not.
+        DataError: a token outside the vocabulary, or an expert that the model does not have.
     """
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     context = parallel_state.get_context_parallel_world_size()
@@ -81,16 +81,16 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Megatron's forward-backward schedule over the micro-batches.
+    """Run Megatron's forward-backward schedule over the micro-batches.
 
     Args:
         chunks: the parts of the model on this rank.
         packs: one per micro-batch; the same number on every rank.
-        on_hidden: on the last stage, `on_hidden(packed, hidden_T1D)` -> what Megatron expects of a loss function; with
-            `forward_only`, anything: it is collected.
+        on_hidden: called on the last stage: `on_hidden(packed, hidden_T1D)` returns what Megatron expects of a loss
+            function; with `forward_only`, anything.
 
     Returns:
-        What `on_hidden` reported per micro-batch; empty on other stages.
+        Per micro-batch the report of `on_hidden`, or with `forward_only` all that it returned; empty on other stages.
     """
     schedule, config = get_forward_backward_func(), chunks[0].module.config
     longest = max(len(packed.tokens_T) for packed in packs)
@@ -117,8 +117,8 @@ def run_schedule(
 
 
 def interleaved(config: TransformerConfig, packs: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
-    """Return the micro-batches as the interleaved schedule takes them, filled up with silent ones; it is told the size
-    of their groups in `config`."""
+    """Return the micro-batches, filled up with silent ones to a number that the interleaved schedule takes, and set the
+    size of its groups in `config`."""
     count, group = interleaved_group(len(packs), config.pipeline_model_parallel_size)
     config.microbatch_group_size_per_vp_stage = group
     return [*packs, *[min(packs, key=lambda p: len(p.tokens_T)).silent()] * (count - len(packs))]
@@ -153,14 +153,14 @@ def position_logprobs(
     *,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of the labels and entropy at chosen positions, the same on every tensor-parallel rank.
+    """Compute log-probability of the labels and entropy at chosen positions, the same on every tensor-parallel rank.
 
     Args:
         model: the unwrapped last stage.
         hidden_T1D: its output; under sequence parallelism this rank's T / TP tokens.
         labels_I: global vocabulary ids, long, of a pack that `packed_micro_batches` checked.
         positions_I: which of the T tokens, long, each once.
-        with_entropy: False leaves it 0.
+        with_entropy: False returns zeros for it.
 
     Returns:
         logprobs_I, entropy_I in nats, fp32, differentiable.
@@ -173,7 +173,7 @@ def position_logprobs(
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     return vocab_parallel_logprobs(
-        hidden.squeeze(1).index_select(0, positions_I),  # its gradient needs no sort, that of hidden[positions_I] does
+        hidden.squeeze(1).index_select(0, positions_I),  # unlike hidden[positions_I], its gradient needs no sort
         weight,
         labels_I,
         group=parallel_state.get_tensor_model_parallel_group() if size > 1 else None,
@@ -193,7 +193,7 @@ def response_logprobs(
     micro_batches: MicroBatches,
     settings: OutputSettings,
 ) -> np.ndarray | None:
-    """Log-probability of every response token under the current weights, no gradient. See `response_column`."""
+    """Compute the log-probability of every response token under the current weights. See `response_column`."""
     last: HiddenStateGPTModel = chunks[-1].module
 
     def at(packed: PackedMicroBatch, hidden_T1D: Tensor, positions_P: Tensor) -> Tensor:
@@ -211,12 +211,12 @@ def response_column(
     *,
     vocab_size: int,
 ) -> np.ndarray | None:
-    """One number for every response token from the last stage's hidden states, no gradient.
+    """Compute one number for every response token from the last stage's hidden states, without gradient.
 
     Args:
-        chunks, batch, micro_batches: what runs.
+        chunks, batch, micro_batches: parts of the model, shard, and its rows by micro-batch.
         at: (packed, hidden_T1D, positions_P) -> fp32 [P]; called on the last stage.
-        vocab_size: what tokens must be below.
+        vocab_size: token ids must be below it.
 
     Returns:
         float32 [R] in the batch's order on every rank of the last stage; None on other stages.
@@ -242,7 +242,7 @@ def response_column(
 
 
 def _join_context(column_R: np.ndarray) -> np.ndarray:
-    """Return the column with the tokens that the other context-parallel ranks computed; NaN stays where nobody did."""
+    """Fill in the tokens that other context-parallel ranks computed; NaN stays where no rank computed a value."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return column_R
     own_R = torch.from_numpy(column_R).to(device.current())

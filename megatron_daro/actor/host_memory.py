@@ -1,11 +1,11 @@
-"""Moving what a rank trains with to the host and back, bit for bit, while servers have the GPU.
+"""Offloading what a rank trains with to the host, and onloading it bit for bit, while servers have the GPU.
 
-The policy leaves and comes back, kind by kind (`HostMemory`), or a policy and a critic take turns between themselves
-(`TakingTurns`); in between the tensors are there, without memory: their storages are resized to 0 and filled again, so
-every view of them (buckets of gradients, shards of the optimizer) stays valid. On a GPU the host's memory is pinned and
-kept for the next time; on a CPU the same code runs with ordinary memory. The 8-bit copies of fp8 layers are not kept, a
-pass makes them again; nor are gradients, a step begins with zeros, unless a model leaves within a step.
-The policy refuses whoever computes meanwhile.
+All models of a rank are offloaded and onloaded by kind of memory (`HostMemory`), or a policy and a critic take turns on
+the device (`TakingTurns`). An offloaded tensor still exists, but without memory: its storage is resized to 0 and filled
+again later, so every view of it (buckets of gradients, shards of the optimizer) stays valid. On a GPU, host memory is
+pinned and kept for the next time; on a CPU the same code runs with ordinary memory. The 8-bit copies of fp8 layers are
+dropped, since the next pass makes them again; so are gradients, since a step begins with zeros, unless a model is
+offloaded within a step. The policy refuses to compute with what is offloaded.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from megatron_daro.actor.step import TrainedModel
 from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, TrainedName
 
 _BLOCK_BYTES = 256 * 2**20
-"""Of host memory: torch rounds what is pinned up to a power of two, so one large piece could take twice its size."""
+"""Size of a block of host memory: torch rounds pinned memory up to a power of two, so a single large block could take
+twice the size that is needed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Away:
-    """Storages that have no memory, with their sizes in bytes, and the host memory that has their content."""
+    """Offloaded storages, with their sizes in bytes, and the host memory with their content; none if it was dropped."""
 
     storages: Sequence[tuple[UntypedStorage, int]]
     blocks: Sequence[Tensor]
 
 
 class HostMemory:
-    """The memory of what one rank trains: the policy, and a critic."""
+    """The memory of what one rank trains: the policy, the critic, or both."""
 
     def __init__(self, *models: TrainedModel) -> None:
         """Move nothing."""
@@ -56,22 +57,26 @@ class HostMemory:
         return frozenset(self._away)
 
     def offload(self, kinds: Collection[MemoryKind], *, keep_gradients: bool = False) -> MemoryMove:
-        """Give the device's memory of these kinds back; nothing for those that are away. No save may read them."""
+        """Free the device memory of these kinds, except those already offloaded. No save may be reading them.
+
+        Args:
+            keep_gradients: copy gradients to the host too; else they are dropped.
+        """
         started, moved, others = time.perf_counter(), 0, self._of_others()
         if "gradients" in kinds and not keep_gradients:
             for model in self._models:
-                model.optimizer.zero_grad()  # main gradients that are tensors of their own go for good
+                model.optimizer.zero_grad()  # frees main gradients that are tensors of their own
         drop_fp8_weights(self._chunks())
         for kind in KINDS_OF_MEMORY:
             if kind in kinds and kind not in self._away:
                 moved += self._take(kind, keep=kind != "gradients" or keep_gradients)
         if self._where.type == "cuda":
-            torch.cuda.ipc_collect()  # buckets of weights that servers have let go of
+            torch.cuda.ipc_collect()  # frees weight buckets that servers no longer use
             torch.cuda.empty_cache()
         return MemoryMove(moved, self.left_behind(), time.perf_counter() - started, others)
 
     def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
-        """Fill the memory of these kinds again; nothing for those that are there."""
+        """Take device memory for these kinds again and fill it, except for those that have it."""
         started, moved, others = time.perf_counter(), 0, self._of_others()
         for kind in KINDS_OF_MEMORY:
             away = self._away.pop(kind, None) if kind in kinds else None
@@ -94,7 +99,7 @@ class HostMemory:
         return sum(storage.nbytes() for kind in KINDS_OF_MEMORY for storage in self.storages(kind))
 
     def _of_others(self) -> int:
-        """Bytes of the device that other processes have, and contexts of all."""
+        """Return the bytes of the device that other processes have, with the CUDA contexts of all."""
         if self._where.type != "cuda":
             return 0
         free, total = torch.cuda.mem_get_info()
@@ -113,7 +118,7 @@ class HostMemory:
         return sum(sizes)
 
     def _host_blocks(self, kind: MemoryKind, size: int) -> list[Tensor]:
-        """Return host memory for so many bytes: that of the last time where it was pinned, which takes long."""
+        """Return host memory for this many bytes; pinned memory is that of the last time, since pinning takes long."""
         pinned = self._where.type == "cuda"
         return extended(self._blocks.setdefault(kind, []) if pinned else [], size, pinned=pinned)
 
@@ -147,12 +152,12 @@ class HostMemory:
             yield from model.chunks
 
     def optimizer_tensors_of(self, model: TrainedModel) -> Iterator[Tensor]:
-        """Yield main parameters and state of a model, also what lies on the host, in an order that depends on the model
-        and its optimizer alone."""
+        """Yield a model's main parameters and optimizer state, tensors on the host included, in an order that depends
+        only on the model and its optimizer."""
         for inner in inner_optimizers(model.optimizer):
             parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
             yield from (parameter.data for parameter in parameters)
-            for parameter in parameters:  # not in the order in which the state came to be, which differs after a load
+            for parameter in parameters:  # not in the order in which state was created, which differs after a load
                 state = inner.state.get(parameter, {})
                 yield from (state[name] for name in sorted(state) if isinstance(state[name], Tensor))
 
@@ -162,14 +167,13 @@ class HostMemory:
 
 
 class TakingTurns:
-    """The memory of a policy and its critic of which one has the device at a time, used as a `HostMemory` is.
+    """The memory of a policy and its critic, of which one has the device at a time; used like a `HostMemory`.
 
-    `take` changes turns. What `offload` gives away belongs to others than these two until `onload`, and comes to
-    neither of them meanwhile.
+    `take` changes turns. Memory that `offload` gave away stays off the device until `onload`, whoever's turn it is.
     """
 
     def __init__(self, policy: HostMemory, critic: HostMemory) -> None:
-        """Begin with the critic's turn. Args: policy: it is on the host."""
+        """Begin with the critic's turn. Args: policy: is already offloaded."""
         self._memories: dict[TrainedName, HostMemory] = {"policy": policy, "critic": critic}
         self._whose: TrainedName = "critic"
         self.away: frozenset[MemoryKind] = frozenset()
@@ -181,10 +185,10 @@ class TakingTurns:
         return self._whose
 
     def take(self, model: TrainedName, *, keep_gradients: bool = False) -> None:
-        """Let this model have the device. No save may read the other one.
+        """Give this model the device. No save may be reading the other one.
 
         Args:
-            keep_gradients: of the other one, which is in the middle of a step.
+            keep_gradients: keep those of the other model, which is in the middle of a step.
         """
         started, kinds = time.perf_counter(), frozenset(KINDS_OF_MEMORY) - self.away
         if model != self._whose:
@@ -199,18 +203,18 @@ class TakingTurns:
         return seconds
 
     def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
-        """As `HostMemory.offload`, of the one that has the device."""
+        """Do the same as `HostMemory.offload` for the model that has the device."""
         self.away |= frozenset(kinds)
-        return self._memories[self._whose].offload(kinds)  # of the other one nothing is left
+        return self._memories[self._whose].offload(kinds)  # the other one is on the host already
 
     def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
-        """As `HostMemory.onload`, of the one that had the device last."""
+        """Do the same as `HostMemory.onload` for the model whose turn it is."""
         self.away -= frozenset(kinds)
         return self._memories[self._whose].onload(kinds)
 
 
 class HostCopy:
-    """Copies of tensors on the host, in the same blocks: pinned one by one they would take up to twice their bytes."""
+    """Copies of tensors on the host, in shared blocks: pinned one by one they would take up to twice their bytes."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Copy. Args: tensors: contiguous, on one device."""
@@ -225,7 +229,7 @@ class HostCopy:
             held.copy_(piece)
 
     def on_device(self) -> list[Tensor]:
-        """Return new tensors of the same values on the device where they came from; the copies may still run there."""
+        """Return new tensors of the same values on their old device; there the copying may still be in progress."""
         tensors = [torch.empty_like(tensor, device=self._device) for tensor in self._like]
         for piece, held in pieces_of([tensor.untyped_storage() for tensor in tensors], self._blocks):
             piece.copy_(held, non_blocking=True)
@@ -237,7 +241,7 @@ def _is_part(tensor: Tensor) -> bool:
 
 
 def extended(blocks: list[Tensor], size: int, *, pinned: bool) -> list[Tensor]:
-    """Add blocks of host memory to the list until it has so many bytes."""
+    """Add blocks of host memory to the list until it has at least this many bytes. Returns the list."""
     while (lacking := size - sum(len(block) for block in blocks)) > 0:
         length = _BLOCK_BYTES if pinned else min(lacking, _BLOCK_BYTES)
         blocks.append(torch.empty(length, dtype=torch.uint8, pin_memory=pinned))
@@ -258,7 +262,8 @@ def drop_fp8_weights(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def pieces_of(storages: Sequence[UntypedStorage], blocks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (bytes of a storage, their place in the blocks), which are filled one after the other."""
+    """Yield (bytes of a storage, their place in the blocks) piece by piece; the blocks are filled one after the other.
+    Yields nothing without blocks."""
     block, start = 0, 0
     for storage in storages if blocks else ():
         values, at = bytes_of(storage), 0
@@ -271,5 +276,5 @@ def pieces_of(storages: Sequence[UntypedStorage], blocks: Sequence[Tensor]) -> I
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
-    """uint8 [bytes] on the storage itself."""
+    """Return a view of the storage itself, uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]

@@ -1,8 +1,8 @@
 """The layers of the model: Transformer Engine's where it can run, else Megatron's local ones, with parts of ours.
 
-In local layers ours are RMSNorms that work under sequence parallelism, and a core attention on torch's
+Our parts in local layers are RMSNorms that work under sequence parallelism, and a core attention on torch's
 scaled_dot_product_attention that takes packed sequences and context parallelism. Latent, gated and linear attention are
-ours with either.
+ours in both kinds of layers.
 
 Legend: T packed tokens of this rank, H query heads, G key-value heads, D head size, B sequences, S longest sequence,
 C context-parallel ranks, Q tokens of one sequence on this rank, W tokens of a window.
@@ -47,8 +47,8 @@ MAX_PADDING_RATIO = 1.25
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension; its weight is marked for the sequence-parallel all-reduce.
 
-    Statistics are taken in fp32 and the result is cast back before the weight, as Hugging Face's models do; with a
-    weight that is centred at 0 (`layernorm_zero_centered_gamma`) after it, as theirs do too.
+    Statistics are computed in fp32. As in Hugging Face's models, the result is cast back before it is multiplied by the
+    weight, or, with a weight that is centred at 0 (`layernorm_zero_centered_gamma`), after that.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
@@ -68,14 +68,15 @@ class RMSNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[tuple[int, int, int], ...], metadata: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Upstream's state of a checkpoint, which its MLP asks each of its parts for."""
+        """Return the sharded state for a checkpoint, which upstream's MLP asks each of its parts for."""
         return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
 
 
 class WholeQueryNorm(RMSNorm):
     """RMSNorm over all query heads at once, of which a tensor-parallel rank has some; the weight is whole on each.
 
-    Ranks have the same number of heads, so the mean square is the mean of theirs, also where two have the same key.
+    Ranks have the same number of heads, so the mean square is the mean of the ranks' mean squares, even where two ranks
+    have the same key head.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
@@ -120,8 +121,8 @@ def _with_norm(part: Any, inputs: object, output: tuple[Tensor, Tensor | None]) 
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a pack, on torch SDPA; keys and values gathered under CP.
 
-    A layer with a window sees its last tokens only. With sinks (`softmax_offset`, [H]) each head's softmax has one more
-    logit, to which no value belongs.
+    In a layer with a window a token sees the last W tokens only. With sinks (`softmax_offset`, [H]) each head's softmax
+    has one more logit, to which no value belongs.
     """
 
     def __init__(
@@ -146,7 +147,8 @@ class PackedAttention(MegatronModule):
         attention_bias: object = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [T, H, D], key and value [T, G, D] -> [T, H * D]; sequence bounds from packed_seq_params (global)."""
+        """Map query [T, H, D], key and value [T, G, D] to [T, H * D]; packed_seq_params has the bounds of whole
+        sequences."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention takes packed sequences only: packed_seq_params was None")
         query_THD, key_TGD, value_TGD = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
@@ -172,22 +174,22 @@ class PackedAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Upstream's state of a checkpoint, for which sinks are cut over tensor-parallel ranks."""
+        """Return the sharded state for a checkpoint; sinks are cut over tensor-parallel ranks."""
         own, cut = self.state_dict(prefix="", keep_vars=True), {"softmax_offset": 0}
         return make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets)
 
 
 _ROOM = 8
-"""Entries beyond a head's own; fused kernels want multiples of 8."""
+"""Entries that are added to a head's own; fused kernels want multiples of 8."""
 
 
 def _with_room_for_sinks(
     query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, sinks_H: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return them with more entries: a query's first two say its head's sink, all others are 0.
+    """Return queries, keys and values with `_ROOM` more entries: a query's first two are its head's sink, all others 0.
 
-    A product with `_sink_key` is then the sink, and that with any other key is what it was: so sinks are a key of each
-    sequence, whose value is 0, and every kernel of SDPA takes them, with their gradient.
+    The scaled product of a query with `_sink_key` is then the sink, and that with any other key is unchanged. So the
+    sinks become one more key of each sequence, with value 0, which every kernel of SDPA takes, with their gradient.
     """
     key_TGD, value_TGD = F.pad(key_TGD, (0, _ROOM)), F.pad(value_TGD, (0, _ROOM))
     said_TH2 = sinks_H.to(query_THD.dtype)[None, :, None].expand(len(query_THD), -1, 2)
@@ -195,7 +197,8 @@ def _with_room_for_sinks(
 
 
 def _sink_key(query_THD: Tensor, head: int, scale: float) -> Tensor:
-    """Return the key of the sinks, [D]: 1 / scale at two entries, of which the second is what rounding leaves."""
+    """Return the key of the sinks, [D]: 1 / scale in two entries, the second of which is the first one's rounding
+    error."""
     key_D = torch.zeros(query_THD.shape[-1], dtype=query_THD.dtype)
     key_D[head] = 1 / scale
     key_D[head + 1] = 1 / scale - float(key_D[head])
@@ -212,21 +215,21 @@ def packed_causal_attention(
     window: int | None = None,
     sink_D: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention per sequence. Sequences of similar length share one padded SDPA call.
+    """Compute causal attention within each sequence. Sequences of similar length share one padded SDPA call.
 
     Args:
         query_THD, key_TGD, value_TGD: packed tokens; H is a multiple of G.
         lengths: tokens of each sequence, sum T.
         scale: of the scores; None: 1 / sqrt(D).
-        window: tokens that each one sees, itself among them; None: all before it. sink_D: a key that every token sees,
-            and whose value is 0.
+        window: tokens that each token sees, itself included; None: itself and all before it. sink_D: a key that every
+            token sees, with value 0.
 
     Returns:
         [T, H, D], same dtype.
     """
     if window is not None:
         return _windowed_attention(query_THD, key_TGD, value_TGD, lengths, scale, window=window, sink_D=sink_D)
-    if sink_D is not None:  # it is the first token of each sequence
+    if sink_D is not None:  # it becomes the first token of each sequence
         firsts = list(itertools.accumulate(lengths[:-1], initial=0))
         query_THD, key_TGD, value_TGD = (
             _before_each(x, firsts, row) for x, row in ((query_THD, None), (key_TGD, sink_D), (value_TGD, None))
@@ -255,7 +258,7 @@ def packed_causal_attention(
 
 
 def _before_each(x_THD: Tensor, firsts: Sequence[int], row_D: Tensor | None) -> Tensor:
-    """Return the tokens with one more before each sequence: of these entries in each head, or of zeros."""
+    """Insert a token before each sequence, with these entries in each head, or zeros."""
     row_1HD = (x_THD.new_zeros(x_THD.shape[-1]) if row_D is None else row_D).expand(1, *x_THD.shape[1:])
     parts = torch.tensor_split(x_THD, list(firsts)[1:])
     return torch.cat([one for part in parts for one in (row_1HD, part)])
@@ -271,8 +274,8 @@ def _windowed_attention(
     window: int,
     sink_D: Tensor | None,
 ) -> Tensor:
-    """Attention to the last `window` tokens of the same sequence: W of the pack at a time, to these and the W before
-    them, so that work and memory grow with T * W."""
+    """Attend to the last `window` tokens of the same sequence, in blocks of W tokens of the pack, each of which sees
+    itself and the block before it, so that work and memory grow with T * W."""
     tokens, window = len(query_THD), min(window, max(lengths))
     blocks = -(-tokens // window)
     sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -298,7 +301,8 @@ def _windowed_attention(
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[Tensor]:
-    """Sequence indices in groups, each of which, padded to its longest, has at most MAX_PADDING_RATIO of its tokens."""
+    """Return sequence indices in groups; padded to its longest sequence, a group has at most MAX_PADDING_RATIO times
+    its tokens."""
     by_length = sorted((i for i in range(len(lengths)) if lengths[i] > 0), key=lambda i: lengths[i], reverse=True)
     groups: list[list[int]] = []
     longest = real = 0
@@ -322,7 +326,7 @@ def _sdpa(
     scale: float | None = None,
     sink_D: Tensor | None = None,
 ) -> Tensor:
-    """mask: [S, S], or [B, S, S]; sink_D: one more key, of value 0, that no mask hides."""
+    """Call SDPA. Args: mask: [S, S], or [B, S, S]. sink_D: one more key, with value 0, that no mask hides."""
     if sink_D is not None:
         assert mask is not None, "where nothing is masked the sink is a token"
         batch, _, groups, head = key_BSGD.shape
@@ -365,7 +369,8 @@ def _context_parallel_attention(
     window: int | None,
     sink_D: Tensor | None,
 ) -> Tensor:
-    """Each sequence is cut into 2*CP equal chunks and rank r holds chunks r and 2*CP-1-r (Megatron's zigzag layout).
+    """Attend where each sequence is cut into 2*CP equal chunks, of which rank r holds r and 2*CP-1-r (Megatron's
+    zigzag layout).
 
     `lengths` are the whole sequences; this rank holds length / CP tokens of each.
     """
@@ -389,7 +394,7 @@ def _context_parallel_attention(
 
 
 def _in_sequence_order(x_CTGD: Tensor, chunk: int) -> Tensor:
-    """Tokens of a sequence from all CP ranks' zigzag halves, in order: [C, 2*chunk, G, D] -> [2*C*chunk, G, D]."""
+    """Put a sequence's tokens from all CP ranks' zigzag halves in order: [C, 2*chunk, G, D] -> [2*C*chunk, G, D]."""
     first = list(x_CTGD[:, :chunk])
     second = list(x_CTGD[:, chunk:])
     return torch.cat(first + second[::-1])
@@ -400,7 +405,8 @@ _LATENT_KEYS = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-"""What checkpoints call norms of local layers: as of Transformer Engine's. Upstream has it for other attention only."""
+"""Renames norms of local layers in checkpoints to Transformer Engine's names. Upstream does it for other attention
+only."""
 
 
 def layer_spec(
@@ -413,8 +419,8 @@ def layer_spec(
 ) -> TransformerBlockSubmodules:
     """Return what Megatron's TransformerBlock builds on this (virtual) stage: TE layers, or local layers with
     PackedAttention and RMSNorm; with either, latent, gated and linear attention of ours; dense layers, and layers with
-    experts where the configuration has them. post_norm: there is no norm before attention and MLP. whole_qk_norm: those
-    of queries and keys are over all heads."""
+    experts where the configuration has them. post_norm: there is no norm before attention and MLP. whole_qk_norm: norms
+    of queries and keys run over all heads at once."""
     block = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=virtual_stage)
     distinct = {id(spec): spec.submodules for spec in block.layer_specs}.values()
     for submodules in distinct if config.multi_latent_attention else ():
@@ -443,7 +449,7 @@ def layer_spec(
 
 
 def _with_linear_attention(spec: ModuleSpec) -> ModuleSpec:
-    """Return a layer with linear attention in the place of its own, and a norm before it that no linear layer holds."""
+    """Return a layer with linear attention in place of its own, and before it a norm that is a module of its own."""
     submodules = copy(spec.submodules)
     submodules.input_layernorm, submodules.self_attention = RMSNorm, ModuleSpec(module=GatedDeltaNet)
     keys = submodules.sharded_state_dict_keys_map

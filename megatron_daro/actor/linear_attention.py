@@ -1,12 +1,12 @@
 """Linear attention by the gated delta rule (arXiv 2412.06464), on packed sequences.
 
 A head keeps a matrix S, from keys to values, 0 before each sequence. A token with query q and key k of length 1, value
-v, decay exp(g) and beta makes it S = exp(g) S + k (beta (v - k' exp(g) S))', and answers q' S. In chunks of 64 tokens
-what these add is a triangular system of their own keys, and only one S for each chunk is ever held. Queries, keys and
-values go through a short causal convolution first; neither S nor the convolution reaches over a sequence's bounds.
+v, decay exp(g) and beta turns it into S = exp(g) S + k (beta (v - k' exp(g) S))', and outputs q' S. What the 64 tokens
+of a chunk add to S solves a triangular system of their keys, so only one S for each chunk is ever held. Queries, keys
+and values go through a short causal convolution first; neither S nor the convolution crosses a sequence's bounds.
 
-Megatron-core's layer (ssm/gated_delta_net.py) takes no packs in 0.16, and no CPU. Names and layout of its parameters
-are kept but for `gated_norm`: its `out_norm` is stored less 1, which would change values here.
+Megatron-core's layer (ssm/gated_delta_net.py) takes no packs in 0.16, and does not run on a CPU. Names and layout of
+its parameters are kept, except that its `out_norm`, which is stored minus 1, is `gated_norm` here, stored as it is.
 Source of the arithmetic: transformers 5.24, models/qwen3_next/modeling_qwen3_next.py.
 
 Legend: T packed tokens, H value heads and G key heads of this rank, K and V entries of a key and of a value, B
@@ -38,7 +38,7 @@ from megatron_daro.actor.megatron import (
 )
 from megatron_daro.data.schedule import LINEAR_CHUNK as _CHUNK
 
-try:  # its kernels were never run here
+try:  # these kernels have never been run with this package
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as _fla_kernel
 except ImportError:
     _fla_kernel = None
@@ -47,7 +47,7 @@ _LENGTH_EPS = 1e-6
 
 
 class GatedDeltaNet(MegatronModule):
-    """A layer's linear attention; tensor-parallel ranks share its key heads, each with the value heads it serves."""
+    """A layer's linear attention; each tensor-parallel rank has some key heads, and the value heads that they serve."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any, **_: object) -> None:
         super().__init__(config=config)
@@ -86,7 +86,8 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
-        """hidden_states [T, 1, D], of this rank under sequence parallelism -> the same and no bias."""
+        """Map hidden_states [T, 1, D] (this rank's tokens under sequence parallelism) to the same shape, and no
+        bias."""
         if packed_seq_params is None:
             raise ValueError("GatedDeltaNet takes packed sequences only: packed_seq_params was None")
         bounds = packed_seq_params.cu_seqlens_q
@@ -115,7 +116,8 @@ class GatedDeltaNet(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """State of a checkpoint: rows of in_proj and conv1d section by section, as one rank alone would have them."""
+        """Return the sharded state for a checkpoint: rows of in_proj and conv1d are stored section by section, as a
+        single rank would have them."""
         cut = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv1d.weight": self.conv1d.weight}
         own = cut | {"gated_norm.weight": self.gated_norm.weight}
         state = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(cut, 0), sharded_offsets)
@@ -158,7 +160,7 @@ def packed_convolution(x_TR: Tensor, weight_R1W: Tensor, lengths: Sequence[int])
     """
     before = weight_R1W.shape[-1] - 1
     lengths_B = torch.tensor(lengths)
-    room_B = before * torch.arange(1, len(lengths) + 1)  # rows of zeros before each sequence, and those before it
+    room_B = before * torch.arange(1, len(lengths) + 1)  # rows of zeros up to each sequence, its own included
     rows_T = (torch.arange(len(x_TR)) + torch.repeat_interleave(room_B, lengths_B)).to(x_TR.device)
     spread = x_TR.new_zeros(len(x_TR) + before * len(lengths), x_TR.shape[1]).index_copy(0, rows_T, x_TR)
     return F.conv1d(spread.t()[None], weight_R1W, groups=len(weight_R1W))[0].t()[rows_T - before]
@@ -167,10 +169,10 @@ def packed_convolution(x_TR: Tensor, weight_R1W: Tensor, lengths: Sequence[int])
 def packed_delta_rule(
     query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, beta_TH: Tensor, lengths: Sequence[int]
 ) -> Tensor:
-    """Answer each token from its sequence up to it, in fp32.
+    """Compute each token's output from its sequence up to and including it, in fp32.
 
     Args:
-        query_THK, key_THK: packed tokens; they are scaled to length 1, queries by 1 / sqrt(K) besides. decay_TH: log of
+        query_THK, key_THK: packed tokens; both are scaled to length 1, queries then by 1 / sqrt(K). decay_TH: log of
             the decay, at most 0. beta_TH: between 0 and 1. lengths: of the sequences, sum T.
 
     Returns:
@@ -207,7 +209,8 @@ def packed_delta_rule(
 
 def _places(lengths: Sequence[int]) -> tuple[Tensor, list[int]]:
     """Return the row of each packed token in the chunks of all sequences, and how many sequences have a first chunk, a
-    second, and so on: first chunks stand first, those of longer sequences before others."""
+    second, and so on. All first chunks come first, then all second ones; among these, those of sequences with more
+    chunks come first."""
     lengths_B = torch.tensor(lengths)
     chunks_B = -(-lengths_B // _CHUNK)
     place_B = torch.empty_like(chunks_B)
@@ -220,7 +223,7 @@ def _places(lengths: Sequence[int]) -> tuple[Tensor, list[int]]:
 
 
 def _chunks(x_TH: Tensor, rows_T: Tensor, number: int) -> Tensor:
-    """[T, H, ...] -> [N, H, C, ...]; zeros where a sequence has ended."""
+    """Map [T, H, ...] to [N, H, C, ...]; zeros where a sequence has ended."""
     spread = x_TH.new_zeros(number * _CHUNK, *x_TH.shape[1:]).index_copy(0, rows_T, x_TH)
     return spread.unflatten(0, (number, _CHUNK)).transpose(1, 2)
 
@@ -232,7 +235,8 @@ def _of_length_one(x: Tensor) -> Tensor:
 def in_sections(
     whole: ShardedTensor, weight: Tensor, sections: Sequence[int], rank: int, ranks: int
 ) -> ShardedTensorFactory:
-    """Return a weight, of which a rank has rows of each section, as runs of rows in what one rank alone would have."""
+    """Return the sharded form of a weight of which each rank has rows of every section: runs of rows of the weight that
+    a single rank would have."""
     shape = (ranks * sum(sections), *weight.shape[1:])
     offsets = whole.global_offset[: whole.prepend_axis_num]
     sizes = whole.global_shape[: whole.prepend_axis_num]

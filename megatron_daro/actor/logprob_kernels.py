@@ -1,13 +1,13 @@
 """Triton kernels of the fused log-probs: a tile of logits lives and dies inside a program, and never reaches memory.
 
-`actor.logprob_kernel: triton` puts them behind `logprobs.vocab_parallel_logprobs`, which decides everything else: the
-reduction over ranks, the chunks, the products of the backward pass. The forward kernel keeps the statistics of its
-rows while it walks over the vocabulary; the backward kernel computes its tile once more and writes the gradient of the
-logits, in the dtype of the weight, as operand of the two products that follow.
+`logprobs.vocab_parallel_logprobs` calls them with `actor.logprob_kernel: triton` (with auto, for bf16 and fp16 on a
+GPU), and does everything else: the reduction over ranks, the chunks, the products of the backward pass. The forward
+kernel keeps the statistics of its rows while it walks over the vocabulary; the backward kernel computes its tile once
+more and writes the gradient of the logits, in the dtype of the weight, as an operand of the two products that follow.
 
-Imported only where it is asked for: Triton comes with CUDA builds of torch. With TRITON_INTERPRET=1 it runs on a CPU,
-where the tests compare it with the path of plain torch; its interpreter multiplies bf16 wrongly (3.9.0, `create_dot`
-of triton/runtime/interpreter.py takes the bits for integers), so there the factors are widened first.
+Imported only when needed: Triton comes with CUDA builds of torch. With TRITON_INTERPRET=1 it runs on a CPU, where the
+tests compare it with the path of plain torch; its interpreter multiplies bf16 wrongly (3.9.0, `create_dot` of
+triton/runtime/interpreter.py takes the bits for integers), so there the factors are widened first.
 
 Shapes: T tokens; C tokens of one chunk; D hidden; X columns; S parts of the columns; M, N, K rows, columns and depth
 of one tile of a program, as matrix products have them.
@@ -42,7 +42,7 @@ class TileShape:
 
 
 def tile_shape(dtype: torch.dtype) -> TileShape:
-    """Return the shape for operands of this dtype: fp32 ones take twice the shared memory."""
+    """Return the shape for operands of this dtype: fp32 numbers take twice the shared memory."""
     return TileShape() if dtype.itemsize == 2 else TileShape(rows=64, columns=64, depth=32, warps=4)
 
 
@@ -55,7 +55,7 @@ def statistics(
     temperature: float,
     shape: TileShape | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Statistics of each row's logits z over all columns.
+    """Compute statistics of each row's logits z over all columns.
 
     Args:
         hidden_TD, weight_XD: fp32, bf16 or fp16, one dtype; the last dimension contiguous. X may be 0.
@@ -65,8 +65,8 @@ def statistics(
         shape: of the tiles.
 
     Returns:
-        max_T, sum_T of exp(z - max), moment_T of exp(z - max) * (z - max), target_T: logit of the label, 0 where it is
-        no column; fp32. Without columns: -1e30, 0, 0, 0.
+        max_T, sum_T of exp(z - max), moment_T of exp(z - max) * (z - max), target_T: logit of the label, 0 if it is not
+        among the columns; fp32. Without columns: -1e30, 0, 0, 0.
     """
     shape = shape or tile_shape(hidden_TD.dtype)
     tokens, columns = hidden_TD.shape[0], weight_XD.shape[0]
@@ -101,9 +101,10 @@ def logit_gradients(
     temperature: float,
     shape: TileShape | None = None,
 ) -> Tensor:
-    """Gradient of the loss in each logit before its division by the temperature, in the dtype of the weight, [C, X].
+    """Compute the gradient of the loss in each logit before its division by the temperature, in the weight's dtype,
+    [C, X].
 
-    It is p * (offset + slope * log p), and label_grad more in the label's column, with log p = z - max - log_sum.
+    It is p * (offset + slope * log p), plus label_grad in the label's column, with log p = z - max - log_sum.
 
     Args:
         hidden_CD, weight_XD, labels_C, first_id, temperature, shape: see `statistics`.

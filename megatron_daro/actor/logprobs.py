@@ -1,15 +1,15 @@
-"""Log-probabilities and entropy of labels, from hidden states, without holding more logits than a tile or a few.
+"""Log-probabilities and entropy of labels, from hidden states, without ever holding all logits at once.
 
-Between the last transformer layer and the token loss, and in the old/reference log-prob pass.
+Used between the last transformer layer and the token loss, and in the old/reference log-prob pass.
 The output layer is part of this function: logits exist only as one tile of `chunk_tokens` x `chunk_vocab` numbers
 that is overwritten again and again, in the forward pass and, recomputed, in the backward pass. So the memory beside
 the gradients is one or two tiles, and the time lost to a fourth matrix product is won back from memory traffic: every
-pass over a tile stays in cache. On a CPU, where products are dear and few tokens are trained at once, logits that fit
+pass over a tile stays in cache. On a CPU, where products are slow and few tokens are trained at once, logits that fit
 `KEPT_LOGITS_BYTES` are kept for the backward pass instead.
 
 The caller reduces the hidden gradient over the tensor-parallel group (see `vocab_parallel_logprobs`), and masks:
-positions that do not count carry any valid label, and it multiplies by its mask, or selects the positions that count
-beforehand, which is cheaper.
+positions that do not count carry any valid label, and the caller multiplies the result by its mask or, which is
+cheaper, selects the positions that count beforehand.
 
 Shapes: T tokens; D hidden; V real vocabulary; Vp columns this rank holds (padding included);
 C tokens of one chunk; X columns of one tile.
@@ -51,7 +51,7 @@ class _Plan:
     kernel: str
     group: dist.ProcessGroup | None
     keeps_logits: bool
-    """Whether the tiles of the forward pass wait for the backward pass, which then recomputes none."""
+    """Whether the tiles of the forward pass are kept for the backward pass, which then recomputes none."""
 
     def column_tiles(self) -> Iterator[slice]:
         for start in range(0, self.num_columns, self.chunk_vocab):
@@ -80,7 +80,7 @@ def vocab_parallel_logprobs(
     with_entropy: bool = True,
     labels_checked: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of each position's distribution, differentiable in hidden and weight.
+    """Compute each label's log-probability and each position's entropy, differentiable in hidden and weight.
 
     With tensor parallelism the weight gradient is complete (this rank's rows), and the hidden gradient is **this
     rank's partial sum**: pass hidden through Megatron's `copy_to_tensor_model_parallel_region` (or, under sequence
@@ -100,7 +100,7 @@ def vocab_parallel_logprobs(
         kernel: "torch", "triton" for the kernels of `logprob_kernels`, on a GPU and not for fp64, or "auto", which
             takes these for bf16 and fp16 on a GPU where Triton is installed.
         with_entropy: False skips the entropy and returns zeros for it, with no gradient.
-        labels_checked: `check_tokens` saw them already; a GPU need not be waited for.
+        labels_checked: `check_tokens` has accepted them already, so the host need not wait for a GPU.
     Returns:
         logprobs_T and entropy_T in nats, fp32 (fp64 for fp64 input), [T] each.
     Raises:
@@ -181,11 +181,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
 def _local_statistics(
     hidden_TD: Tensor, weight_VpD: Tensor, labels_T: Tensor, plan: _Plan, kept: _Kept
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Over this rank's columns: maximum m, sum of e = exp(logit - m), sum of e * (logit - m), and the label's logit.
+    """Return over this rank's columns: maximum m, sum of e = exp(logit - m), sum of e * (logit - m), the label's logit.
 
-    The moment is taken about the maximum, so that logits of +-1e4 do not cancel in the entropy.
-    A label of another rank leaves 0 in the last one; a rank of padding only leaves m at `_FAR_BELOW` and sums of 0.
-    Tiles are put into `kept` where the plan says so.
+    The moment is taken about the maximum, so that logits of +-1e4 do not cancel in the entropy. For a label of another
+    rank the logit is 0; on a rank with nothing but padding m is `_FAR_BELOW` and the sums are 0. Tiles are put into
+    `kept` if the plan says so.
     """
     num_tokens = hidden_TD.shape[0]
     if plan.kernel == "triton":
@@ -283,7 +283,7 @@ class _BackwardSweep:
                 if plan.kernel == "triton":
                     grad_CX = self._kernel_gradient(hidden_CD, weight_XD, labels_T[rows], rows, columns.start)
                 else:
-                    if self.kept:  # a second backward pass, over a graph that was kept, finds them used up
+                    if self.kept:  # a second backward pass (retain_graph) finds none left
                         tile_CX = self.kept.popleft()
                     else:
                         left_CD, right_XD = _operand(hidden_CD, dtype), _operand(weight_XD, dtype)
@@ -329,7 +329,7 @@ class _BackwardSweep:
 
 
 def _keeps_logits(hidden_TD: Tensor, num_columns: int) -> bool:
-    """Whether logits are few enough to wait for the backward pass, and there will be one."""
+    """Whether to keep logits for the backward pass: on a CPU, if they are few enough and there will be one."""
     num_bytes = hidden_TD.shape[0] * num_columns * _accumulation_dtype(hidden_TD).itemsize
     return hidden_TD.device.type == "cpu" and torch.is_grad_enabled() and num_bytes <= KEPT_LOGITS_BYTES
 
@@ -351,8 +351,8 @@ def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
 def _operand(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the matrix as a factor of a product whose result is `dtype`.
 
-    A GPU multiplies narrow numbers into fp32 sums by itself. A CPU would round the result to the narrow type, which
-    costs 2e-3 relative on a logit, so there the factors are widened: a slice at a time, never the whole weight.
+    A GPU multiplies narrow numbers into fp32 sums by itself. A CPU would round the result to the narrow type, a
+    relative error of 2e-3 in a logit, so there the factors are widened: a slice at a time, never the whole weight.
     """
     return matrix if matrix.device.type == "cuda" else matrix.to(dtype)
 
@@ -368,7 +368,8 @@ def _logits_tile(hidden_CD: Tensor, weight_XD: Tensor, temperature: float, buffe
 
 
 def _accumulator(grad_VpD: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:
-    """Zeros to sum one tile's rows of the weight gradient in: those rows themselves if their dtype is wide enough."""
+    """Return zeros to sum one tile's rows of the weight gradient in: the rows themselves if their dtype is wide
+    enough."""
     if grad_VpD is None:
         return None
     rows_XD = grad_VpD[columns]
@@ -376,14 +377,14 @@ def _accumulator(grad_VpD: Tensor | None, columns: slice, dtype: torch.dtype) ->
 
 
 def _factor(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tile of gradients as a factor beside matrices of `dtype`: narrow, where narrow numbers are multiplied
+    """Return a tile of gradients as a factor beside matrices of `dtype`: in that dtype if the hardware multiplies it
     into fp32 sums."""
     multiplies = gradient.device.type == "cuda" or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
     return gradient.to(dtype) if multiplies else gradient
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, summed in the dtype of `total`. On a CPU the product of two narrow ones is rounded before
+    """Add left @ right to total, in the dtype of `total`. On a CPU the product of two narrow factors is rounded before
     it is added, as the result would be afterwards."""
     if left.dtype == total.dtype:
         total.addmm_(left, right.to(total.dtype))
@@ -394,12 +395,12 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _row_dots(left_CX: Tensor, right_CX: Tensor) -> Tensor:
-    """Dot product of each pair of rows, without a tile for the products."""
+    """Return the dot product of each pair of rows, without a tile for the products."""
     return torch.bmm(left_CX.unsqueeze(1), right_CX.unsqueeze(2)).view(-1)
 
 
 def _label_columns(labels_C: Tensor, first_id: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Column of each label in a tile that begins at `first_id` (0 if it lies elsewhere), and whether it lies there."""
+    """Return each label's column in a tile that begins at `first_id` (0 if it is not in it), and whether it is."""
     index_C = labels_C - first_id
     here_C = (index_C >= 0) & (index_C < num_columns)
     return torch.where(here_C, index_C, 0), here_C
@@ -423,7 +424,7 @@ def _real_vocabulary(num_rows: int, group: dist.ProcessGroup | None, vocab_start
 
 
 def _kernel_for(kernel: str, hidden_TD: Tensor) -> str:
-    """Return "torch" or "triton"; ConfigError: that cannot run here."""
+    """Return "torch" or "triton". Raises ConfigError: the kernel is unknown, or cannot run here."""
     if kernel not in ("auto", "torch", "triton"):
         raise ConfigError(f"kernel: got {kernel!r}, allowed auto, torch or triton")
     if kernel == "auto":
@@ -466,8 +467,8 @@ def _check_tensors(hidden_TD: Tensor, weight_VpD: Tensor, labels_T: Tensor) -> N
 
 
 def check_tokens(tokens_T: Tensor, vocab_size: int) -> None:
-    """Refuse a token outside the vocabulary: as a label it would pass as a log-probability of no token, and as an input
-    as an embedding of zeros. Waits for a GPU.
+    """Refuse a token outside the vocabulary, which would not be noticed otherwise: as a label it would get a
+    log-probability that is no token's, as an input an embedding of zeros. Waits for a GPU.
 
     Raises:
         DataError: with the range of the tokens.

@@ -2,18 +2,18 @@
 
 One A [rank, in] and one B [out, rank] for each Hugging Face matrix, as PEFT defines them. Megatron's layers hold
 several matrices in one weight: each A is a parameter of its own, and the B's lie in one parameter as the matrices lie
-in the weight, so that tensor parallelism cuts both alike, also where a key-value head is cut over several ranks.
+in the weight, so that tensor parallelism cuts both alike, even where a key-value head is cut over several ranks.
 
-Under tensor parallelism what crosses the ranks has `rank` numbers for each token:
+Under tensor parallelism, ranks exchange only `rank` numbers for each token and matrix:
 
     layers cut by rows (q, k, v, gate, up)   A whole on each rank, A x gathered where ranks have parts of the sequence;
                                              B cut as the weight
     layers cut by columns (o, down)          A cut as the weight, A x summed over the ranks; B whole on each rank
     layers that are whole (to latents)       both whole on each rank, which has its own tokens
 
-What is whole on each rank sees only its rank's tokens under sequence parallelism, and is marked for the sum of
-gradients that norms have there. `attach` puts adapters beside a model's weights and freezes these; from then on they
-are parameters as others are.
+A parameter that is whole on each rank sees only that rank's tokens under sequence parallelism, and is marked so that
+its gradients are summed over the ranks, as those of norms are. `attach` freezes a model's weights and puts adapters
+beside them; from then on adapters are treated like any other parameters.
 Source of the definition and of the first values: PEFT 0.21.2, `LoraLayer`.
 """
 
@@ -58,11 +58,11 @@ class Adapter(torch.nn.Module):
     _owners: Tensor
 
     def __init__(self, local: LocalParameter, targets: frozenset[str], section: LoraSection, *, sequence: bool) -> None:
-        """Make parameters without values.
+        """Create the parameters; `attach` sets their values.
 
         Args:
-            local: the layer's weight. targets: names of matrices, of which the layer has one at least.
-            sequence: whether the ranks of a tensor-parallel group have parts of the sequence.
+            local: the layer's weight. targets: names of matrices, at least one of them in the layer.
+            sequence: whether each rank of a tensor-parallel group has a part of the sequence.
         """
         super().__init__()
         rule, weight, rank = local.rule, local.parameter, section.rank
@@ -87,7 +87,7 @@ class Adapter(torch.nn.Module):
         self._rules[name] = replace(rule, megatron_name=megatron_name)
         if self._rules[name].is_cut:
             mark_shard(parameter, self._rules[name].dim)
-        else:  # it is whole, and its rank may have seen a part of the tokens
+        else:  # it is whole, but its rank may see only a part of the tokens
             parameter.sequence_parallel = self._sequence  # type: ignore[attr-defined]
         self.register_parameter(name, parameter)
 
@@ -117,16 +117,16 @@ class Adapter(torch.nn.Module):
             yield LocalParameter(self.get_parameter(name), rule, (rule,))
 
     def _joined_a(self) -> Tensor:
-        """[matrices * rank, in]."""
+        """Return all A's, one below the other: [matrices * rank, in]."""
         return torch.cat([self.get_parameter(name) for name in self._rules if name != _B])
 
     def _wide_b(self) -> Tensor:
-        """[out, matrices * rank]: each row of B in the columns of its own matrix, zeros in the others."""
+        """Return [out, matrices * rank]: each row of B in the columns of its own matrix, zeros in the others."""
         return (self.get_parameter(_B)[:, None] * self._owners[:, :, None]).flatten(1)
 
 
 def _owners(rule: TensorRule, chosen: list[int], weight: Tensor) -> Tensor:
-    """[out, matrices]: 1 where this rank's row of the weight is of that matrix."""
+    """Return [out, matrices]: 1 where this rank's row of the weight belongs to that matrix."""
     owners = weight.detach().new_zeros(weight.shape[0], len(chosen))
     if rule.kind == "columns":
         return owners + 1
@@ -144,7 +144,8 @@ def _factor(hf_name: str, letter: str) -> str:
 
 
 def attach(chunks: Chunks, shape: ModelShape, section: LoraSection, *, seed: int) -> None:
-    """Freeze all weights and put adapters beside those that the section names; each begins as nothing, or as stored.
+    """Freeze all weights and put adapters beside those that the section names. Adapters begin with a product of 0, or
+    as they were stored.
 
     Args:
         chunks: with their weights, not yet wrapped. seed: of the run; an adapter's first values follow from it and from
@@ -167,15 +168,15 @@ def attach(chunks: Chunks, shape: ModelShape, section: LoraSection, *, seed: int
 
 
 def is_base(parameter: Tensor) -> bool:
-    """Whether it is a weight that adapters were put beside: it stays what the model's files say, which is read at each
-    start, so that checkpoints and snapshots do without it."""
+    """Whether this is a weight that `attach` froze: it stays what the model's files say, which are read at each start,
+    so checkpoints and snapshots leave it out."""
     return getattr(parameter, "is_base", False)
 
 
 def _add_adapter(layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
-    """Add what the adapter says to a linear layer's output: a forward hook."""
+    """Add the adapter's output to that of its linear layer; a forward hook."""
     (x, *_), (values, bias) = inputs, output
-    weight = getattr(layer, "layer_norm_weight", None)  # Transformer Engine's layer holds the norm before it
+    weight = getattr(layer, "layer_norm_weight", None)  # Transformer Engine's layer includes the norm before it
     if weight is not None and layer.zero_centered_gamma:
         x = F.rms_norm(x.float(), (x.shape[-1],), 1 + weight.float(), layer.eps).to(x.dtype)
     elif weight is not None:
@@ -184,8 +185,8 @@ def _add_adapter(layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, T
 
 
 def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    """Let what is recomputed in the backward pass have one: upstream's recomputation gives gradients to the parameters
-    of a layer, or of a part of it, only where its input asks for one, which that of a frozen embedding does not."""
+    """Make the output of a frozen embedding require a gradient; a forward hook. Under recomputation, upstream computes
+    gradients for the parameters of a layer, or of a part of it, only if its input requires one."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
@@ -215,10 +216,10 @@ def _adapters(chunks: Any) -> Iterator[Adapter]:
 
 
 def gathered_adapters(chunks: Chunks, values_of: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield what belongs to this stage's adapters under PEFT's names. Collective as `gathered`.
+    """Gather values of this stage's adapters and yield them under PEFT's names. Collective like `gathered`.
 
     Args:
-        values_of: (parameter) -> its values, gradients, or what else has its shape.
+        values_of: (parameter) -> its values, its gradients, or any tensor of its shape.
     """
     for adapter in _adapters(chunks):
         for local in adapter.locals():
@@ -228,8 +229,8 @@ def gathered_adapters(chunks: Chunks, values_of: Any) -> Iterator[tuple[str, Ten
 
 
 def export_adapters(chunks: Chunks) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters of all stages under PEFT's names: with several stages on the rank that sends for the first,
-    else on every rank for which `exports_weights` holds. Collective over all of these, of every stage."""
+    """Yield the adapters of all stages under PEFT's names: with several stages only on the first stage's sending rank,
+    else on every rank for which `exports_weights` holds. Collective over all such ranks of every stage."""
     own = gathered_adapters(chunks, lambda parameter: device.shown(parameter.detach()))
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
@@ -245,7 +246,7 @@ def export_adapters(chunks: Chunks) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def without_adapters(chunks: Any) -> Iterator[None]:
-    """Compute as the frozen weights alone would."""
+    """Switch the adapters off, so that the frozen weights alone compute."""
     scales = {adapter: adapter.scale for adapter in _adapters(chunks)}
     try:
         for adapter in scales:

@@ -1,20 +1,20 @@
 """The distributed loss of one optimizer step: token sums per pass rate, reduced over all ranks.
 
 StepBatch shard + packed micro-batches -> global totals (one all-reduce) -> per micro-batch X = sum of coefficient *
-token losses, and of KL and entropy with theirs -> loss sums per bin (all-reduced once for the step, maxima with
-another), from which the algorithm learns.
+token losses, plus KL and entropy with their own coefficients -> loss sums per bin, from which the algorithm learns (one
+all-reduce of all sums of the step, another of maxima).
 
 Why gradients are exact for every layout: every coefficient already has its global denominator, so the loss of the step
-is the plain sum of X over micro-batches, data-parallel and context-parallel ranks, and the gradient is the plain sum of
-theirs. Megatron-core rescales in three places, and each is switched off or cancels:
+is the plain sum of X over micro-batches, data-parallel and context-parallel ranks, and its gradient is the plain sum of
+their gradients. Megatron-core rescales in three places, and each is switched off or cancels:
   1. The schedule (`forward_step_calc_loss`): for a 3-tuple (loss, num_tokens, report) with `calculate_per_token_loss`
      it divides nothing. (A 2-tuple would be multiplied by CP and divided by the number of micro-batches.)
   2. DistributedDataParallel: with `calculate_per_token_loss` its gradient scaling factor is 1, so the reduction over
      DP x CP is a sum.
-  3. finalize_model_grads divides by num_tokens: actor/compat.py passes None.
+  3. finalize_model_grads divides by num_tokens, unless it is None, which actor/compat.py passes.
 
 Legend: K rollouts per prompt (bins 0..K), N samples of this shard, M samples of a micro-batch, T its packed tokens of
-this CP rank, J those of them that are trained, all that the objective is asked about; D hidden.
+this CP rank, J those of them that are trained, the only ones that the objective sees; D hidden.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ MEANS: Mapping[str, str] = {
     "mismatch_kl": "mismatch/kl",
     "corrected": "mismatch/corrected_fraction",
 }
-"""Sums of algo.objective.TokenObjective that a step reports as means over its tokens -> metric."""
+"""By name of a sum in algo.objective.TokenObjective, the metric under which a step reports its mean over trained
+tokens."""
 TOKEN_SUMS = ("tokens", *MEANS)
 """Sums that a step adds up over its tokens, in the order of the reduced vector."""
 
@@ -59,8 +60,8 @@ TOKEN_SUMS = ("tokens", *MEANS)
 class StepSums:
     """Sums of one optimizer step over all ranks; the same on every rank.
 
-    step_stats: what the algorithm learns from, the totals among it. policy_loss: token losses' part of
-    the sum of X. regularizer: that of KL and entropy. token_sums: by name. max_logprob_diff: over all tokens.
+    step_stats: what the algorithm learns from, totals included. policy_loss: the sum of X without KL and entropy.
+    regularizer: the part of KL and entropy. token_sums: by name. max_logprob_diff: over all tokens.
     """
 
     step_stats: StepStats
@@ -71,7 +72,7 @@ class StepSums:
 
     @property
     def finite(self) -> bool:
-        """Whether every sum of the loss is a number; what is only reported of tokens may not be."""
+        """Whether the loss and the sums that the algorithm learns from are finite; `token_sums` are not checked."""
         sums = torch.cat([values.reshape(-1) for values in self.step_stats.sums.values()])
         return bool(torch.isfinite(sums).all()) and math.isfinite(self.policy_loss) and math.isfinite(self.regularizer)
 
@@ -87,7 +88,8 @@ class StepSums:
 
 
 def global_totals(batch: StepBatch, classes_N: Tensor | None = None, num_classes: int = 1) -> StepTotals:
-    """Trained tokens per bin and rollouts of the whole optimizer step."""
+    """Return the trained tokens per bin (and class) and the rollouts of the whole optimizer step. Collective over the
+    data-parallel group."""
     lengths_N, size = torch.tensor(batch.trained_tokens_N), batch.rollouts_per_prompt
     classes_N = torch.zeros_like(lengths_N) if classes_N is None else classes_N
     own = StepTotals.of_classes(torch.tensor(batch.bins_N), lengths_N, classes_N, size, num_classes)
@@ -108,7 +110,7 @@ class StepLoss:
 
         Args:
             algorithm: holds the weights w; read here, not changed.
-            settings, output: how token losses and log-probabilities are made.
+            settings, output: how token losses and log-probabilities are computed.
             batch: this rank's shard of the step.
         """
         self._settings, self._output = settings, output
@@ -124,7 +126,7 @@ class StepLoss:
         )
         self._num_bins = batch.rollouts_per_prompt + 1
         cells = self._num_bins * num_classes
-        # One vector, so that one reduction serves all; the others are views of its parts.
+        # One vector, so that one reduction is enough; the other three are views of its parts.
         sizes = [len(CELL_SUMS) * cells, 2, len(TOKEN_SUMS)]
         self._sums = torch.zeros(sum(sizes), dtype=torch.float64, device=on)
         cell_sums, self._loss_parts, self._token_sums = self._sums.split(sizes)
@@ -134,7 +136,7 @@ class StepLoss:
     def micro_batch(
         self, model: HiddenStateGPTModel, packed: PackedMicroBatch, hidden_T1D: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """X of one micro-batch, as Megatron's schedule wants it: (loss, number of tokens, report).
+        """Return X of one micro-batch, as Megatron's schedule wants it: (loss, number of tokens, report).
 
         The number of tokens is 0 because nothing may be divided by it (see the module's docstring).
         """
@@ -163,7 +165,7 @@ class StepLoss:
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
     def _advantages(self, packed: PackedMicroBatch, positions_J: Tensor) -> Tensor:
-        """float32 [J]: each token's own advantage where the batch has them, else its sample's."""
+        """Return float32 [J]: each token's own advantage if the batch has these, else its sample's."""
         if packed.token_advantages_T is not None:
             return packed.token_advantages_T[positions_J]
         return _of_samples(self._advantages_N, packed, positions_J)
@@ -182,7 +184,7 @@ class StepLoss:
             self._max_logprob_diff = torch.maximum(self._max_logprob_diff, objective.maxima["logprob_abs_diff"])
 
     def reduce(self) -> StepSums:
-        """Sum over data- and context-parallel ranks, handed from the last pipeline stage to all. Collective."""
+        """Reduce over data- and context-parallel ranks and broadcast from the last pipeline stage. Collective."""
         reduced_on_all_stages(self._sums)
         reduced_on_all_stages(self._max_logprob_diff, dist.ReduceOp.MAX)
         cells = self._cell_sums.cpu().view(len(CELL_SUMS), self._num_bins, -1)
@@ -211,13 +213,13 @@ def _samples(batch: StepBatch) -> Samples:
 
 
 def _kl_scales(lengths_N: Tensor, totals: StepTotals) -> Tensor:
-    """float64 [N]: with these factors a mean over the step's tokens is one over its rollouts of means over their
-    tokens: trained tokens of the step / (rollouts * own tokens)."""
+    """Return float64 [N]: trained tokens of the step / (rollouts of the step * trained tokens of the rollout). With
+    these factors the mean over the step's tokens becomes a mean over rollouts of each one's mean over its tokens."""
     return totals.tokens / max(totals.num_rollouts, 1) / lengths_N.to(torch.float64).clamp(min=1)
 
 
 def _of_samples(values_N: Tensor, packed: PackedMicroBatch, positions_J: Tensor) -> Tensor:
-    """[J], at each trained token the value of its sample."""
+    """Return [J]: for each trained token the value of its sample."""
     return values_N[packed.sample_indices][packed.sample_T[positions_J]]
 
 

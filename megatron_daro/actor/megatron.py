@@ -1,7 +1,7 @@
 """What actor/ uses of Megatron-core, imported once: after the device is prepared, without upstream's warnings.
 
 The order matters: on a machine without a GPU, upstream's CUDA calls are redirected (cpu.py) before its modules bind
-them. What is missing or wrong upstream is made up for in compat.py.
+them. compat.py makes up for what is missing or wrong upstream.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron_daro.actor import device
 
 device.prepare()
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # absent Apex and Transformer Engine are announced by a dozen modules
+    warnings.simplefilter("ignore")  # a dozen modules warn that Apex or Transformer Engine is absent
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values

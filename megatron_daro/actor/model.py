@@ -62,10 +62,11 @@ def split_megatron_options(options: Mapping[str, Any]) -> dict[str, dict[str, An
     """Sort `actor.megatron` by the upstream dataclass that owns each name.
 
     Returns:
-        {"transformer": {...}, "optimizer": {...}, "ddp": {...}}; a name of several goes to all of them.
+        {"transformer": {...}, "optimizer": {...}, "ddp": {...}}; a name that several of them own goes to each.
 
     Raises:
-        ConfigError: every unknown name with the nearest one, every name that another field sets or that is refused.
+        ConfigError: lists unknown names, each with the nearest one, and names that another field sets or that are
+            refused.
     """
     known = {part: frozenset(f.name for f in dataclasses.fields(cls)) for part, cls in _UPSTREAM.items()}
     problems = list(option_problems(options, frozenset().union(*known.values())))
@@ -85,11 +86,14 @@ def transformer_config(
     transformer_engine: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Megatron's configuration of this shape on this layout; `fp8` and `options` are TransformerConfig fields by name.
+    """Return Megatron's configuration of this shape on this layout.
+
+    Args:
+        fp8, options: TransformerConfig fields by name.
 
     Raises:
-        ConfigError: upstream refuses the options; or weight gradients shall be added in the kernel, and the layers are
-            not Transformer Engine's; or clamped experts shall have the fused activation.
+        ConfigError: upstream refuses the options; or they ask for `gradient_accumulation_fusion` without Transformer
+            Engine's layers, or for `bias_activation_fusion` with clamped experts.
     """
     on_gpu = torch.cuda.is_available()
     values: dict[str, Any] = {
@@ -155,7 +159,8 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
 
 
 def _attention_options(shape: ModelShape) -> dict[str, Any]:
-    """Sinks, windows and biases of everything; upstream's window is how many tokens are seen before one's own."""
+    """Return options for sinks, windows, and biases of all layers; upstream's window counts tokens before the token
+    itself."""
     return {
         "softmax_type": "learnable" if shape.sinks else "vanilla",
         "window_size": (shape.window - 1, 0) if shape.windowed else None,
@@ -165,7 +170,8 @@ def _attention_options(shape: ModelShape) -> dict[str, Any]:
 
 
 def _linear_options(shape: ModelShape) -> dict[str, Any]:
-    """Linear attention. Without upstream's name of a variant, which is for layers of its own."""
+    """Return options for linear attention; `experimental_attention_variant` is left out, which selects upstream's own
+    layers."""
     linear = shape.linear
     if linear is None:
         return {}
@@ -180,8 +186,9 @@ def _linear_options(shape: ModelShape) -> dict[str, Any]:
 
 
 def _latent_options(shape: ModelShape) -> dict[str, Any]:
-    """Latent attention; its layers scale the rotary embedding themselves, by two factors that upstream has as weights
-    of ln(factor). Fused kernels for that have tables in the dtype of the model, and were never compared."""
+    """Return options for latent attention; its layers apply YaRN's two factors themselves, each of which upstream takes
+    as a weight w: 1 + 0.1 * w * ln(factor). Fused rotary kernels have tables in the model's dtype and were never
+    compared."""
     latent, scaling = shape.latent, shape.rope_scaling
     if latent is None:
         return {}
@@ -226,8 +233,8 @@ _FIXED_TRANSFORMER_OPTIONS = {
 
 
 def _expert_options(shape: ModelShape, *, grouped: bool) -> dict[str, Any]:
-    """Routing as the checkpoint was trained: softmax in fp32 or more, over the chosen experts where their weights sum
-    to 1; or sigmoid, whose bias `frozen_expert_biases` brings.
+    """Return options for routing as the checkpoint was trained: softmax in fp32 or fp64, over the chosen experts only
+    if their weights sum to 1; or sigmoid, with a bias that `frozen_expert_biases` adds.
 
     No balancing loss and no capacity: either would send tokens to other experts than the rollout engine does.
     """
@@ -246,7 +253,8 @@ def _expert_options(shape: ModelShape, *, grouped: bool) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": None if shape.experts.scale == 1 else shape.experts.scale,
         "moe_shared_expert_intermediate_size": shape.experts.shared_ffn or None,
         "moe_shared_expert_gate": shape.experts.shared_gate,
-        # Transformer Engine would multiply fp32 weights in TF32; those of its own layers are bf16, which TF32 holds.
+        # fp64 keeps the router from Transformer Engine's product, which uses TF32 for fp32 weights. With the layers of
+        # Transformer Engine weights are bf16, which TF32 represents exactly.
         "moe_router_dtype": "fp64" if not grouped and device.has_transformer_engine() else "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -261,13 +269,14 @@ _CLAMPED = {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "bias_activ
 
 
 def _pipeline_options(layout: Layout) -> dict[str, Any]:
-    """Return the sizes; with virtual stages, messages on the way during computation, which is Megatron-LM's own choice.
+    """Return the pipeline's options; with virtual stages messages overlap computation, as Megatron-LM itself chooses.
 
-    Without that messages in both directions at once arrive in the wrong order: the stage before one of two is the stage
-    after it as well. The device-wide synchronization after each message made up for a fault of torch that was mended in
-    1.13 (pytorch/pytorch pull request 82450); upstream took out the other one like it (Megatron-LM 6919).
+    Without overlap, messages in both directions at once would arrive in the wrong order: with two stages, the stage
+    before one is also the stage after it. `batch_p2p_sync`, a device-wide synchronization after each message, worked
+    around a bug of torch that was fixed in 1.13 (pytorch/pytorch pull request 82450); upstream removed the other such
+    workaround (Megatron-LM 6919).
     """
-    # What was sent to the next stage is freed: only its place in the graph is needed until its gradient comes back.
+    # An output that was sent on is freed: only its place in the graph is needed until its gradient comes back.
     stages: dict[str, Any] = {
         "pipeline_model_parallel_size": layout.pipeline,
         "deallocate_pipeline_outputs": layout.pipeline > 1,
@@ -289,11 +298,11 @@ def _recompute_options(recompute: str) -> dict[str, Any]:
 
 
 def _set_yarn(config: TransformerConfig, scaling: YarnScaling) -> None:
-    """Upstream reads YaRN from attributes of the configuration that are none of its fields.
+    """Set YaRN's numbers where upstream reads them: in attributes of the configuration that are not fields of it.
 
-    YaRN's factor of the attention multiplies queries and keys. Upstream's fused kernel for packed sequences leaves it
-    out (models/common/embeddings/rope_utils.py, `apply_rotary_pos_emb`, 0.16.1 to 0.19.2), and its plain way reads the
-    sequences' bounds on the host in every layer. So it is 1 there, and the scores are scaled by its square instead.
+    YaRN's attention factor multiplies queries and keys. Upstream's fused kernel for packed sequences leaves it out
+    (models/common/embeddings/rope_utils.py, `apply_rotary_pos_emb`, 0.16.1 to 0.19.2), and its unfused path reads the
+    sequences' bounds on the host in every layer. So the factor is 1 here, and `softmax_scale` has its square instead.
     """
     values = {
         "yarn_rotary_scaling_factor": scaling.factor,
@@ -381,7 +390,7 @@ def _bare_chunk(
 
 
 class Adapter(Protocol):
-    """What stands beside a frozen weight; see `actor.lora.Adapter`."""
+    """An adapter beside a frozen weight; see `actor.lora.Adapter`."""
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight with what the adapter adds to it."""
@@ -389,8 +398,8 @@ class Adapter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """A parameter of this rank, its rule, and the rules of the parameters that other expert-parallel ranks hold in its
-    place, by expert-parallel rank; of what is not an expert's, its own rule alone. adapter: that stands beside it."""
+    """A parameter of this rank and its rule. peers: of an expert's parameter, the rules of the parameters in its place
+    on all expert-parallel ranks, by rank; of any other, its own rule alone. adapter: the one beside it, if any."""
 
     parameter: torch.nn.Parameter
     rule: TensorRule
@@ -399,17 +408,17 @@ class LocalParameter:
 
     @property
     def values(self) -> torch.Tensor:
-        """What the model computes with: the parameter, or its sum with the adapter, which is a new tensor."""
+        """What the model computes with: the parameter, or a new tensor with the adapter added to it."""
         values = self.parameter.detach()
         return values if self.adapter is None else self.adapter.merged(values)
 
 
 def local_parameters(chunks: Chunks, shape: ModelShape) -> list[LocalParameter]:
-    """Return this rank's parameters with their rules, in forward order; on all ranks of a stage the same order.
-    Adapters are none of them (actor/lora.py).
+    """Return this rank's parameters with their rules, in forward order, which is the same on all ranks of a stage.
+    Parameters of adapters are left out (actor/lora.py).
 
     Raises:
-        ModelError: a parameter that no rule names.
+        ModelError: no rule names a parameter.
     """
     fused_norms, grouped = naming_of([name for _, name, _, _ in _named_parameters(chunks)])
     rules = _rules(shape, fused_norms, grouped, any(isinstance(chunk, ValueModel) for chunk in chunks))
@@ -428,8 +437,8 @@ def local_parameters(chunks: Chunks, shape: ModelShape) -> list[LocalParameter]:
 
 
 def _named_parameters(chunks: Chunks) -> Iterator[tuple[int, str, torch.nn.Parameter, Adapter | None]]:
-    """Yield the number in the model of a part's first layer, with each parameter's name within the part, and the
-    adapter beside it."""
+    """Yield for each parameter: the number in the model of its part's first layer, its name within the part, the
+    parameter, and the adapter beside it."""
     for chunk in chunks:
         layers = chunk.decoder.layers
         first_layer = layers[0].layer_number - 1 if len(layers) else 0
@@ -442,7 +451,8 @@ def _named_parameters(chunks: Chunks) -> Iterator[tuple[int, str, torch.nn.Param
 
 @lru_cache(maxsize=4)
 def _rules(shape: ModelShape, fused_norms: bool, grouped_experts: bool, says_values: bool) -> Mapping[str, TensorRule]:
-    """Return the rules of the whole model by Megatron's name, with that of a tied output layer, or of a value head."""
+    """Return the rules of the whole model by Megatron name, with one for the output layer, even if it is tied, or for
+    the value head."""
     rules = hf_to_megatron(shape, fused_norms=fused_norms, grouped_experts=grouped_experts)
     return {
         rule.megatron_name: rule for rule in [*rules, value_head_rule(shape) if says_values else output_rule(shape)]
@@ -452,11 +462,12 @@ def _rules(shape: ModelShape, fused_norms: bool, grouped_experts: bool, says_val
 def _mark_parallel(chunks: Chunks, shape: ModelShape) -> None:
     """Tell Megatron which parameters are shards, and which belong to experts.
 
-    The gradient norm counts what is no shard on one rank only. Upstream sets these marks while it draws initial
-    weights, and `perform_initialization` is off. Experts count as shards also where they are whole: no other rank of
-    their group has the same ones; upstream would sum an expert's bias over tensor-parallel ranks. Their gradients are
-    summed over the ranks with the same experts, and they have an optimizer of their own: upstream does so with EP > 1
-    only, where it is needed with ETP other than TP as well, and where a checkpoint of one EP must load into another.
+    The gradient norm counts a parameter that is not a shard on one rank only. Upstream sets these marks while it draws
+    initial weights, but `perform_initialization` is off. Experts count as shards even where they are whole, since no
+    other rank of their group has the same ones; upstream would sum an expert's bias over tensor-parallel ranks. The
+    gradients of experts are summed over the ranks with the same experts, and experts have an optimizer of their own.
+    Upstream does both with EP > 1 only, but they are also needed with ETP other than TP, and for a checkpoint of one EP
+    to load into another.
     """
     for local in local_parameters(chunks, shape):
         if local.rule.expert is not None:
@@ -470,12 +481,12 @@ def _mark_parallel(chunks: Chunks, shape: ModelShape) -> None:
 def mark_shard(parameter: torch.nn.Parameter, dim: int) -> None:
     """Tell Megatron that tensor-parallel ranks have different parts of a parameter, along `dim`."""
     marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
-    for name, value in marks.items():  # upstream's function for it refuses parameters with a stride
+    for name, value in marks.items():  # upstream's function refuses a parameter that has one of them already
         setattr(parameter, name, value)
 
 
 def _rotate_windows_plainly(model: HiddenStateGPTModel, shape: ModelShape) -> None:
-    """Take the scaling out of layers with a window: its frequencies, and YaRN's factor of the scores (`_set_yarn`)."""
+    """Give layers with a window unscaled rotary frequencies, and scores without YaRN's factor (`_set_yarn`)."""
     rotary = RotaryEmbedding(
         kv_channels=shape.head_dim,
         rotary_percent=1.0,
@@ -493,7 +504,7 @@ def _rotate_windows_plainly(model: HiddenStateGPTModel, shape: ModelShape) -> No
 
 
 def _apply_llama3_scaling(rotary: RotaryEmbedding, scaling: Llama3Scaling) -> None:
-    """Llama 3's frequency scaling with the file's own numbers (Megatron's default numbers are those of Llama 3.1)."""
+    """Apply Llama 3's frequency scaling with the file's own numbers (Megatron's defaults are those of Llama 3.1)."""
     rotary.inv_freq = rotary._apply_scaling(
         rotary.inv_freq,
         factor=scaling.factor,
@@ -504,12 +515,12 @@ def _apply_llama3_scaling(rotary: RotaryEmbedding, scaling: Llama3Scaling) -> No
 
 
 def data_parallel_config(*, distributed_optimizer: bool, options: Mapping[str, Any]) -> DistributedDataParallelConfig:
-    """Megatron's configuration of the data-parallel wrapper. Raises ConfigError where upstream refuses the options."""
+    """Return Megatron's configuration of the data-parallel wrapper. Raises ConfigError: upstream refuses an option."""
     values = {
         "grad_reduce_in_fp32": True,
         "overlap_grad_reduce": False,
         "use_distributed_optimizer": distributed_optimizer,
-        "check_for_nan_in_grad": False,  # actor/step.py looks at the global norm and can skip a step; this would abort
+        "check_for_nan_in_grad": False,  # it would end the run; actor/step.py checks the global norm and skips the step
     }
     return upstream_config(DistributedDataParallelConfig, values, options)
 
@@ -517,15 +528,15 @@ def data_parallel_config(*, distributed_optimizer: bool, options: Mapping[str, A
 def wrap_data_parallel(
     chunks: Chunks, config: TransformerConfig, *, distributed_optimizer: bool, options: Mapping[str, Any]
 ) -> list[DistributedDataParallel]:
-    """Megatron's data-parallel wrapper around each part; gradients are kept and reduced in fp32.
+    """Wrap each part in Megatron's data-parallel wrapper; gradients are kept and reduced in fp32.
 
-    With `overlap_grad_reduce` the schedule is told how to hold the reduction back until the last micro-batch: without
-    that a bucket is sent when it was added to as often as in the first step, too early or never in a step with another
-    number of micro-batches.
+    With `overlap_grad_reduce` the schedule gets `no_sync_func` to hold the reduction back until the last micro-batch.
+    Without it a bucket would be reduced once it was added to as often as in the first step: too early, or never, in a
+    step with another number of micro-batches.
     """
     ddp_config = data_parallel_config(distributed_optimizer=distributed_optimizer, options=options)
     with quiet():
-        # As in Megatron-LM: the reduction of a later part is not hidden behind anything, so it is one bucket.
+        # As in Megatron-LM: nothing overlaps the reduction of a later part, so it is one bucket.
         wrapped = [
             DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=place > 0)
             for place, chunk in enumerate(chunks)

@@ -1,4 +1,5 @@
-"""The configuration in the terms of the loss: `ObjectiveSettings`. Without Megatron-core, since the driver tries it."""
+"""The configuration in terms of the loss: `ObjectiveSettings`. Does not import Megatron-core, since the driver tries it
+before the run starts."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from megatron_daro.errors import AlgorithmError
 
 
 def objective_settings(section: AlgorithmSection, algorithm: Algorithm) -> ObjectiveSettings:
-    """Return the token objective that the section describes, but for what is the algorithm's own.
+    """Return the token objective that the section describes, with what the algorithm itself sets instead.
 
     Raises:
-        AlgorithmError: options that do not fit each other, or of the algorithm's own that do not exist.
+        AlgorithmError: options do not fit each other, or the algorithm sets one that does not exist.
     """
     options: dict[str, Any] = {
         "clip_low": section.clip_low,
@@ -35,7 +36,7 @@ def objective_settings(section: AlgorithmSection, algorithm: Algorithm) -> Objec
         "trust_region": section.trust_region,
         "sapo_positive": section.sapo.positive,
         "sapo_negative": section.sapo.negative,
-        "mirror_tau": KIMI_TAU,  # of an algorithm with a "mirror" of its own only
+        "mirror_tau": KIMI_TAU,  # used only by an algorithm with a "mirror" of its own
         "old_is_rollout": section.old_logprobs == "rollout",
     }
     options |= algorithm.own_objective

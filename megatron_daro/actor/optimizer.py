@@ -1,7 +1,7 @@
 """Megatron's optimizer and learning-rate schedule, with a step that can be refused.
 
-Gradients are checked first, and clipped as part of the update; with a non-finite norm nothing is updated and the caller
-decides. The schedule advances before the update, so that the first step of a warm-up does not run at learning rate 0.
+Gradients are checked first, and clipped as part of the update; the caller updates only if the check allows it. The
+schedule advances before the update, so that the first step of a warm-up does not run at learning rate 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _GROUP_STATE = ("params", "step")
 
 @dataclass(frozen=True, slots=True)
 class GradientCheck:
-    """What the gradients of a step are like, on every rank alike: fit to be applied, and their norm before clipping."""
+    """The gradients of a step, judged alike on every rank. fit: whether they may be applied. grad_norm: before
+    clipping."""
 
     fit: bool
     grad_norm: float
@@ -41,7 +42,7 @@ class GradientCheck:
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], section: OptimizerSection, *, dtype: str, options: Mapping[str, Any]
 ) -> MegatronOptimizer:
-    """Adam over this rank's parameters (or its shard of them, when distributed)."""
+    """Return Adam over this rank's parameters (or its shard of them, when distributed)."""
     config = optimizer_config(section, dtype=dtype, options=options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,7 +52,7 @@ def build_optimizer(
 
 
 def optimizer_config(section: OptimizerSection, *, dtype: str, options: Mapping[str, Any]) -> OptimizerConfig:
-    """Megatron's configuration of the optimizer. Raises ConfigError where upstream refuses the options."""
+    """Return Megatron's configuration of the optimizer. Raises ConfigError: upstream refuses an option."""
     values: dict[str, Any] = {
         "optimizer": "adam",
         "lr": section.learning_rate,
@@ -71,7 +72,8 @@ def optimizer_config(section: OptimizerSection, *, dtype: str, options: Mapping[
 def build_scheduler(
     optimizer: MegatronOptimizer, section: OptimizerSection, *, total_steps: int
 ) -> OptimizerParamScheduler:
-    """Warm-up from 0, then constant, linear or cosine down to min_learning_rate_ratio; the unit is optimizer steps."""
+    """Return a schedule, in optimizer steps: warm-up from 0, then constant, or linear or cosine decay down to
+    min_learning_rate_ratio."""
     warmup = section.warmup_steps
     return OptimizerParamScheduler(
         optimizer,
@@ -91,22 +93,22 @@ def build_scheduler(
 
 
 def group_options(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group (learning rates, betas, eps, ...), without its parameters and their
-    age."""
+    """Return the options of each parameter group (learning rates, betas, eps, ...), without its parameters and step
+    count."""
     return [{k: v for k, v in group.items() if k not in _GROUP_STATE} for group in optimizer.param_groups]
 
 
 def set_group_options(optimizer: MegatronOptimizer, options: Sequence[Mapping[str, Any]]) -> None:
-    """Put back what `group_options` gave: loading a checkpoint replaces the options of this run by the saved ones.
+    """Put back what `group_options` returned: loading a checkpoint replaces this run's options with the saved ones.
 
-    The schedule then sets learning rate and weight decay of the step from them.
+    The schedule then derives the learning rate and weight decay of the step from them.
     """
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
 
 
 def check_gradients(optimizer: MegatronOptimizer, *, allowed: bool = True) -> GradientCheck:
-    """See whether reduced gradients may be applied. Nothing of parameters or state changes. Collective.
+    """Check whether reduced gradients may be applied; parameters and state do not change. Collective.
 
     Args:
         optimizer: of this rank. allowed: False if the loss was not finite; must be the same on every rank.
@@ -120,7 +122,7 @@ def check_gradients(optimizer: MegatronOptimizer, *, allowed: bool = True) -> Gr
 def apply_update(
     optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float, *, fresh_moments: bool = False
 ) -> float:
-    """Clip and apply gradients that `check_gradients` found fit. Returns the learning rate that was used.
+    """Clip and apply gradients that `check_gradients` found fit. Returns the learning rate of the update.
 
     Args:
         optimizer, scheduler: of this rank. grad_norm: of the check.

@@ -1,7 +1,7 @@
 """This rank's own part of the optimizer's state, as boxes of global tensors: saved and loaded, never gathered.
 
-The optimizer of a data-parallel rank owns a run of the flattened parameters; such a run is a few boxes of the
-parameter's shape. So no rank ever holds more than its own state, where Megatron's `fully_reshardable` format gathers
+The optimizer of a data-parallel rank owns a run of each flattened parameter; such a run is a few boxes in the
+parameter's shape. So no rank ever holds more than its own state, whereas Megatron's `fully_reshardable` format gathers
 the fp32 weights and both moments, 12 bytes a parameter, on every rank. The keys are those of that format.
 Source: megatron/core/optimizer/distrib_optimizer.py, `get_parameter_state_dp_reshardable`, 0.16.1.
 """
@@ -35,7 +35,7 @@ _SHARDING_TYPE = "fully_reshardable"
 
 @dataclass(frozen=True, slots=True)
 class _OwnRun:
-    """Elements [start, stop) of the flattened parameter, which this rank's `part` of the optimizer has the state of."""
+    """Elements [start, stop) of a flattened parameter, whose state this rank has in `part` of its optimizer."""
 
     part: DistributedOptimizer
     parameter: torch.nn.Parameter
@@ -49,7 +49,7 @@ def is_distributed(optimizer: MegatronOptimizer) -> bool:
 
 
 def common_state(optimizer: MegatronOptimizer) -> dict[object, object]:
-    """Return what is the same on all ranks: options and age of the parameter groups, as upstream lays it out."""
+    """Return what is the same on all ranks: options and step counts of parameter groups, as upstream lays them out."""
     if len(optimizer_parts(optimizer)) > 1:
         optimizer._synchronize_steps()
     states = [{**part.state_dict(), "param_state_sharding_type": _SHARDING_TYPE} for part in optimizer_parts(optimizer)]
@@ -57,7 +57,7 @@ def common_state(optimizer: MegatronOptimizer) -> dict[object, object]:
 
 
 def own_boxes(optimizer: MegatronOptimizer, model_state: dict[str, object]) -> list[OwnBox]:
-    """Return this rank's state: fp32 weights and moments, no copies, boxes that no other rank has.
+    """Return this rank's state, fp32 weights and moments, as boxes that no other rank has; nothing is copied.
 
     Args:
         optimizer: distributed, with state. model_state: the model's sharded state dict.
@@ -97,7 +97,7 @@ def load_own_boxes(optimizer: MegatronOptimizer, model_state: dict[str, object],
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the boxes (offset, shape) that elements [start, stop) of a row-major array are, in their order."""
+    """Yield the boxes (offset, shape) that make up elements [start, stop) of a row-major array, in order."""
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -138,7 +138,8 @@ def _state_of(run: _OwnRun) -> dict[str, Tensor]:
 
 
 def _places(model_state: dict[str, object]) -> dict[Tensor, list[tuple[int, ShardedTensor]]]:
-    """Parameter -> the sharded tensors it consists of, each with where it begins in the flattened parameter."""
+    """Return by parameter the sharded tensors that it consists of, each with where it begins in the flattened
+    parameter."""
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     places = {}
     for item in nested_values(sharded):
@@ -155,7 +156,8 @@ def _places(model_state: dict[str, object]) -> dict[Tensor, list[tuple[int, Shar
 def _boxes(
     tensors: list[tuple[int, ShardedTensor]], run: _OwnRun
 ) -> Iterator[tuple[ShardedTensor, int, tuple[int, ...], tuple[int, ...]]]:
-    """Sharded tensor, where its values begin in the run, offset and shape within its local shape."""
+    """Yield the boxes of a run: sharded tensor, where its values begin in the run, offset and shape in its local
+    shape."""
     for begin, tensor in tensors:
         size = math.prod(tensor.local_shape)
         start, stop = max(run.start - begin, 0), min(run.stop - begin, size)
@@ -168,7 +170,7 @@ def _boxes(
 def _global(
     tensor: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return a box of the local tensor as offset and shape in the global one, and that one's shape."""
+    """Return offset and shape in the global tensor of a box of the local one, and the global tensor's shape."""
     axes = tensor.prepend_axis_num
     base = tuple(tensor.global_offset)
     inner = tuple(b + o for b, o in zip(base[axes:], offset, strict=True))
@@ -176,7 +178,8 @@ def _global(
 
 
 def _is_main(tensor: ShardedTensor) -> bool:
-    """Whether no other rank of the model-parallel groups saves it; data-parallel ranks have runs of their own."""
+    """Whether this rank is the one of its model-parallel groups that saves it; data-parallel ranks have runs of their
+    own."""
     replica = tensor.replica_id
     return all(number == 0 for number in (replica[:-1] if isinstance(replica, tuple) else ()))
 

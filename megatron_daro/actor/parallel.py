@@ -30,8 +30,8 @@ class Layout:
     """Sizes of the parallel dimensions, in processes.
 
     expert: ranks that share the experts of a layer (EP). expert_tensor: ranks that share each expert (ETP); None: 1
-    with EP > 1, else as tensor. Experts use the processes of TP, CP and DP, in groups of ETP x EP. virtual_pipeline:
-    parts of the model on each pipeline stage (VPP); part v of stage p is the one at place v * PP + p.
+    with EP > 1, else the same as tensor. Experts use the processes of TP, CP and DP, in groups of ETP x EP.
+    virtual_pipeline: parts of the model on each pipeline stage (VPP); part v of stage p is number v * PP + p of all.
     """
 
     tensor: int = 1
@@ -59,8 +59,8 @@ class Layout:
 
 
 def configure_process(*, expandable_segments: bool) -> tuple[str, ...]:
-    """Set up a rank that has its process to itself, before its first process group: how memory is allocated, the CPUs
-    near its GPU. Returns what a person should know of it."""
+    """Configure how a rank that has its process to itself allocates memory, and bind it to the CPUs near its GPU; call
+    before its first process group. Returns remarks for the user."""
     target = device.current()
     if expandable_segments:
         device.expand_segments(target)
@@ -92,7 +92,11 @@ def initialize(layout: Layout, *, rank: int = 0, init_method: str | None = None,
 
 
 def build_groups(layout: Layout, *, seed: int) -> None:
-    """Megatron's groups on top of an existing torch process group (tests and checks of layouts use their own)."""
+    """Build Megatron's groups on top of an existing torch process group (tests and checks of layouts bring their own).
+
+    Raises:
+        ConfigError: the layout does not fit the number of processes, or its sizes do not fit each other.
+    """
     if dist.get_world_size() != layout.world_size:
         raise ConfigError(
             f"actor layout: TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context} x DP {layout.data} = "
@@ -122,7 +126,7 @@ def build_groups(layout: Layout, *, seed: int) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch and Megatron's tensor-parallel generators; the same on every data-parallel rank."""
+    """Seed torch and Megatron's tensor-parallel generators, the same way on every data-parallel rank."""
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
@@ -138,39 +142,39 @@ def shutdown() -> None:
 
 
 _shut_connections: list[socket.socket] = []
-"""What `abort` shut, until `shutdown`."""
+"""Connections that `abort` shut for reading; they are kept open until `shutdown`."""
 
 Address = tuple[str, int]
 """An IP address and a TCP port."""
 
 
 def listening() -> frozenset[Address]:
-    """Return where this process listens. What comes with a group is where its peers connect."""
+    """Return the addresses at which this process listens. Those that a new group adds are where its peers connect."""
     return frozenset((c.laddr.ip, c.laddr.port) for c in _tcp_connections() if c.status == psutil.CONN_LISTEN)
 
 
 def gathered_addresses(own: Collection[Address]) -> frozenset[Address]:
-    """Return these addresses of all ranks. Collective over the world."""
+    """Gather the addresses of all ranks. Collective over the world."""
     of_ranks: list[list[Address]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, sorted(own))
     return frozenset(address for addresses in of_ranks for address in addresses)
 
 
 def abort(own: Collection[Address], all_ranks: Collection[Address]) -> None:
-    """End every collective call that waits here, with an error; every living rank calls this. Call from another thread
-    than the one that waits; `shutdown` comes next, in that one.
+    """Make every collective call that waits in this process fail; every living rank calls this. Call it from another
+    thread than the waiting one, which then calls `shutdown`.
 
     NCCL's communicators are aborted. torch 2.13 cannot abort gloo (ProcessGroupGloo.hpp has no `abort`, Backend's is
-    empty), but each gloo group listens on a port of its own for as long as it lives: what is connected there is shut
-    for reading, by whoever accepted and whoever made the connection, and gloo raises "Connection closed by peer". So
-    nobody depends on a peer that is frozen, or whose node is: it will never call this, nor close anything.
+    empty), but each gloo group listens on a port of its own for as long as it lives: each rank shuts its connections at
+    such ports for reading, whether it accepted or made them, and gloo raises "Connection closed by peer". So no rank
+    depends on a peer that is frozen, or whose node is, and that will never call this or close anything.
 
-    Writing stays possible, here and at the peers, so the connections are kept open: a send that fails before gloo has
-    noticed the end of reading would never return (gloo, transport/tcp/pair.cc: `signalException` does not look at
-    `tx_`). Nor does one of which a frozen peer took a part only; Healing gives up a rank that does not leave.
+    The connections stay open for writing, here and at the peers: a send that failed before gloo had noticed the end of
+    reading would never return (gloo, transport/tcp/pair.cc: `signalException` does not look at `tx_`). A send that a
+    frozen peer has received only in part never returns either; Healing gives up a rank that does not leave.
 
     Args:
-        own: of `listening`, those that came with the groups. all_ranks: the same of every rank.
+        own: addresses that `listening` returned for the groups of this rank. all_ranks: the same of every rank.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         c10d._abort_process_group()
@@ -182,13 +186,13 @@ def abort(own: Collection[Address], all_ranks: Collection[Address]) -> None:
 
 
 def _shut(descriptor: int, port: int) -> None:
-    """Shut the connection of a port for reading, and keep it, if that is what the descriptor still is."""
+    """Shut a connection for reading and keep it open, if the descriptor still belongs to one at this local port."""
     try:
         connection = socket.socket(fileno=os.dup(descriptor))
-        _shut_connections.append(connection)
         if connection.getsockname()[1] == port:
+            _shut_connections.append(connection)
             connection.shutdown(socket.SHUT_RD)
-    except OSError:  # closed meanwhile: nobody waits there any more
+    except OSError:  # closed meanwhile: nothing waits on it any more
         return
 
 
@@ -197,7 +201,7 @@ def _tcp_connections() -> list[Any]:
 
 
 def data_parallel_rank() -> int:
-    """Which replica this rank belongs to."""
+    """Return which data-parallel replica this rank belongs to."""
     return parallel_state.get_data_parallel_rank()
 
 
@@ -207,8 +211,8 @@ def pipeline_parallel_rank() -> int:
 
 
 def weights_key() -> tuple[int, ...]:
-    """Return what the ranks with the same weights share: their places in the pipeline and in the tensor groups of
-    layers and experts. Data- and context-parallel ranks differ in the optimizer's part only."""
+    """Return a key that is equal on ranks with the same weights: their ranks in the pipeline, tensor, expert and
+    expert-tensor groups. Such ranks differ only in their part of the optimizer."""
     return (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),

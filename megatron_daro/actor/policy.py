@@ -1,4 +1,4 @@
-"""The Megatron policy of one process: model, optimizer, algorithm, and what can be done with them.
+"""The Megatron policy of one process: model, optimizer and algorithm, and the operations on them.
 
 A worker process (runtime/) holds one; every rank of the layout makes the same calls in the same
 order, since most of them are collective.
@@ -48,7 +48,7 @@ AnySequences = TypeVar("AnySequences", bound=Sequences)
 
 
 class MegatronPolicy:
-    """One rank's part of the policy. Process groups must be there already (actor/parallel.py)."""
+    """One rank's part of the policy. Process groups must exist already (actor/parallel.py)."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class MegatronPolicy:
         to_be_restored: bool = False,
         reference: HostCopy | None = None,
     ) -> None:
-        """Build the model, load the Hugging Face weights, make optimizer and schedule. Collective.
+        """Build the model with its first weights, optimizer and schedule, and a critic if one is needed. Collective.
 
         Args:
             settings, actor, algorithm: of the run.
-            to_be_restored: `restore` comes next: only frozen weights and those of the reference are read, these where
-                they are needed and not given.
-            reference: of a policy that this one follows in the same process (`reference`).
+            to_be_restored: `restore` will be called next, so weights are read only if adapters are trained beside them,
+                or if the reference needs them and is not given.
+            reference: the `reference` of the policy that this one replaces in the same process.
 
         Raises:
             ModelError: the model directory cannot be used. ConfigError: an option of actor.megatron is unknown.
@@ -101,7 +101,7 @@ class MegatronPolicy:
         if settings.lora.rank:
             lora.attach(self.chunks, self.shape, settings.lora, seed=settings.seed)
         self.reference = (reference or HostCopy(self._trained_parameters())) if needs_reference else None
-        without = algorithm.critic.pretrain_steps if "values" in passes else 0  # steps in which it is not updated
+        without = algorithm.critic.pretrain_steps if "values" in passes else 0  # steps that do not update the policy
         total_steps = max(settings.total_steps - without, 1)
         parts = trained_parts(
             self.chunks, config, actor.optimizer, dtype=actor.dtype, options=options, total_steps=total_steps
@@ -128,34 +128,34 @@ class MegatronPolicy:
     def _models(self) -> dict[TrainedName, TrainedModel]:
         return {"policy": self.train_state, **({"critic": self.critic.state} if self.critic else {})}
 
-    def _take_turn(self, model: TrainedName, *, keep_gradients: bool = False) -> None:
-        """Let this model have the device, where policy and critic take turns."""
+    def _give_device(self, model: TrainedName, *, keep_gradients: bool = False) -> None:
+        """Give this model the device if policy and critic take turns; wait first for saves that read the other one."""
         if isinstance(self._memory, TakingTurns):
             if model != self._memory.whose:
                 self._wait_for_pending_saves()
             self._memory.take(model, keep_gradients=keep_gradients)
 
     def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
-        """Move these kinds of memory to the host, so that others can use the device; waits for a save that reads it.
-        Communicators give theirs back with the weights. Collective over all ranks."""
+        """Move these kinds of memory to the host, so that others can use the device; wait first for a save or snapshot
+        in progress. NCCL's communicators give up their memory together with the weights. Collective over all ranks."""
         self._wait_for_pending_saves()
         leaves = "weights" in kinds and "weights" not in self._memory.away
         move = self._memory.offload(kinds)
         return replace(move, left=move.left + communicators.suspend()) if leaves else move
 
     def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
-        """Move them to the device again, bit for bit; gradients are zeros. Collective over all ranks."""
+        """Move these kinds back to the device, bit for bit, but gradients as zeros. Collective over all ranks."""
         if "weights" in kinds and "weights" in self._memory.away:
             communicators.resume()
         return self._memory.onload(kinds)
 
     def _needs(self, *kinds: MemoryKind) -> None:
-        """Refuse to compute with tensors that have no memory."""
+        """Raise RuntimeError if one of these kinds of memory is on the host."""
         if lacking := self._memory.away.intersection(kinds):
             raise RuntimeError(f"{', '.join(sorted(lacking))}: on the host while servers have the device")
 
     def train_step(self, batch: StepBatch, micro_batches: MicroBatches, *, step: int) -> StepResult:
-        """One optimizer step on this data-parallel shard. Collective over all ranks; results differ in times only."""
+        """Do one optimizer step on this data-parallel shard. Collective; results differ between ranks in times only."""
         self._needs(*KINDS_OF_MEMORY)
         batch = self._routed(batch)
         result = train_step(
@@ -167,47 +167,49 @@ class MegatronPolicy:
             step=step,
             before_update=self._wait_for_pending_saves,
             critic=self.critic,
-            turn=self._take_turn,
+            give_device=self._give_device,
         )
         if not isinstance(self._memory, TakingTurns):
             return result
         return replace(result, metrics={**result.metrics, "timing/critic_turns_s": self._memory.pop_seconds()})
 
     def run_pass(self, name: str, batch: Sequences, micro_batches: MicroBatches) -> np.ndarray | None:
-        """Compute the column `name` of `AlgorithmSection.passes`, float32 [R] of the shard's response tokens; None
-        before the last stage. Collective over the ranks that share the shard."""
+        """Compute the column `name`, one of `AlgorithmSection.passes`: float32 [R] over the shard's response tokens;
+        None before the last stage. Collective over the ranks that share the shard."""
         passes = {"old_logprobs": self.logprobs, "ref_logprobs": self.reference_logprobs, "values": self.values}
         return passes[name](batch, micro_batches)
 
     def logprobs(
         self, batch: Sequences, micro_batches: MicroBatches, *, temperature: float | None = None, base: bool = False
     ) -> np.ndarray | None:
-        """float32 [R] of the shard's response tokens under the current weights; None before the last stage.
+        """Return log-probabilities of the shard's response tokens under the current weights, float32 [R]; None before
+        the last stage.
 
         Args:
-            batch: the shard. micro_batches: its rows. temperature: that logits are divided by; None: as configured.
-            base: without adapters.
+            batch: the shard. micro_batches: its rows, by micro-batch. temperature: logits are divided by it; None: the
+                configured one. base: leave adapters out.
         """
         self._needs("weights")
-        self._take_turn("policy")
+        self._give_device("policy")
         batch = self._routed(batch)
         output = self._output if temperature is None else replace(self._output, temperature=temperature)
         with lora.without_adapters(self.chunks) if base else nullcontext():
             return response_logprobs(self.train_state.chunks, batch, micro_batches, output)
 
     def reference_logprobs(self, batch: Sequences, micro_batches: MicroBatches) -> np.ndarray | None:
-        """As `logprobs`, under the weights that the run started from, where `AlgorithmSection.passes` has them."""
+        """Return the same as `logprobs`, but under the weights that the run started from; only if
+        `AlgorithmSection.passes` includes "ref_logprobs"."""
         self._needs("weights")
-        self._take_turn("policy")
+        self._give_device("policy")
         batch = self._routed(batch)
         with self._reference_weights():
             return response_logprobs(self.train_state.chunks, batch, micro_batches, self._output)
 
     def values(self, batch: Sequences, micro_batches: MicroBatches) -> np.ndarray | None:
-        """Return what the critic says before each response token, where `AlgorithmSection.passes` has it."""
+        """Return the critic's value before each response token; only if `AlgorithmSection.passes` includes "values"."""
         self._needs("weights")
         own = self._own_critic()
-        self._take_turn("critic")
+        self._give_device("critic")
         return own.values(batch, micro_batches)
 
     def _own_critic(self) -> critic.Critic:
@@ -216,44 +218,45 @@ class MegatronPolicy:
         return self.critic
 
     def _routed(self, batch: AnySequences) -> AnySequences:
-        """Return the batch with the experts of its tokens, or without them where the routers shall choose."""
+        """Return the batch with its recorded experts, or without them if the routers are to choose."""
         if not self._routing_replay:
             return replace(batch, routed_experts_N=None)
         check_routed_experts(batch, self.shape)
         return batch
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this stage's weights under Hugging Face names, with adapters added to them, to every rank for which
-        `exports_weights` holds: each must iterate to the end."""
+        """Yield this stage's weights under Hugging Face names, with adapters merged into them. Every rank for which
+        `exports_weights` holds must iterate to the end."""
         self._needs("weights")
-        self._take_turn("policy")
+        self._give_device("policy")
         return export_hf_weights(self.chunks, self.shape)
 
     def weight_shards(self) -> list[tuple[LocalParameter, Tensor]]:
-        """Return this rank's parameters with their values, as they are: not collective."""
+        """Return this rank's parameters, each with its own shard of the values. Not collective."""
         self._needs("weights")
-        self._take_turn("policy")
+        self._give_device("policy")
         parameters = local_parameters(self.chunks, self.shape)
         return [(local, device.shown(local.values)) for local in parameters]
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters of all stages; see `lora.export_adapters`."""
         self._needs("weights")
-        self._take_turn("policy")
+        self._give_device("policy")
         return lora.export_adapters(self.chunks)
 
     def export_critic(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the critic's weights as `export` does, where `AlgorithmSection.passes` has values."""
+        """Yield the critic's weights as `export` does the policy's; only if `AlgorithmSection.passes` includes
+        "values"."""
         self._needs("weights")
         own = self._own_critic()
-        self._take_turn("critic")
+        self._give_device("critic")
         return export_hf_weights(own.chunks, own.shape)
 
     def start_save(self, directory: Path) -> None:
         """Begin to write policy and critic (model, optimizer, schedule), and what the algorithm has learned, into an
         existing directory. Collective.
 
-        Training may go on, and waits before its next update until what is not copied is written.
+        Training may go on; before its next update it waits until everything is written that was not copied.
 
         Raises:
             CheckpointError: the disk refused.
@@ -265,27 +268,27 @@ class MegatronPolicy:
         for name, model in self._models().items():
             folder = directory / critic.FOLDER if name == "critic" else directory
             folder.mkdir(exist_ok=True)
-            self._take_turn(name)  # one that is saved is copied first
+            self._give_device(name)  # waits first for the other model's save
             self._pending_saves.append(checkpoint.start_save(model, folder, directory))
 
     def finish_save(self) -> None:
-        """Wait until this rank's part is on the disk; may be called in another thread. Raises CheckpointError."""
+        """Wait until this rank's part is on the disk; may be called from another thread. Raises CheckpointError."""
         for pending in self._pending_saves:
             pending.wait()
 
     def _wait_for_pending_saves(self) -> None:
-        """Wait until weights and optimizer state may change."""
+        """Wait until weights and optimizer state may change: no save or snapshot reads them any more."""
         for pending in self._pending_saves:
             pending.release()
         if self._pending_snapshot is not None:
             self._pending_snapshot.wait()
 
     def start_snapshot(self, slot: Slot, serial: int) -> snapshot.PendingSnapshot:
-        """Begin to copy what training changes to the host; training may go on, and waits before its next update until
-        that is done. Not collective. Raises WorkerError: the one before failed.
+        """Begin to copy everything that training changes to the host. Training may go on; its next update waits for
+        the copy. Not collective. Raises WorkerError: the previous snapshot failed.
 
         Args:
-            slot: what is filled. serial: its number.
+            slot: is filled. serial: number of the snapshot.
         """
         self._needs("weights", "optimizer")
         if self._pending_snapshot is not None:
@@ -294,7 +297,7 @@ class MegatronPolicy:
         return self._pending_snapshot
 
     def restore(self, slot: Slot) -> None:
-        """Go back to a snapshot, bit for bit. Not collective. Raises WorkerError: it does not fit."""
+        """Go back to a snapshot, bit for bit. Not collective. Raises WorkerError: it is not whole, or does not fit."""
         self._needs("weights", "optimizer")
         self._wait_for_pending_saves()
         snapshot.restore(*self._for_snapshots(), slot)
@@ -310,7 +313,7 @@ class MegatronPolicy:
         return self._memory, list(self._models().values())
 
     def end_background_work(self) -> None:
-        """Wait until no thread reads a tensor any more, whatever became of it."""
+        """Wait until no save or snapshot reads a tensor any more, even if it failed."""
         for pending in self._pending_saves:
             pending.join()
         with suppress(WorkerError):
@@ -318,7 +321,7 @@ class MegatronPolicy:
                 self._pending_snapshot.wait()
 
     def load(self, directory: Path) -> None:
-        """Load what `start_save` wrote, also on another layout. Collective. Raises CheckpointError."""
+        """Load what `start_save` wrote on this or another layout. Collective. Raises CheckpointError."""
         self._needs("weights", "optimizer")
         self._wait_for_pending_saves()
         folder = directory / critic.FOLDER
@@ -328,10 +331,10 @@ class MegatronPolicy:
                 "with the algorithm that wrote it, or export its weights and start a new run from them, with "
                 "algorithm.critic.pretrain_steps for the critic to learn before the policy moves"
             )
-        self._take_turn("policy")
+        self._give_device("policy")
         checkpoint.load(self.train_state, directory)
         if self.critic is not None:
-            self._take_turn("critic")
+            self._give_device("critic")
             checkpoint.load(self.critic.state, folder)
 
     def _trained_parameters(self) -> list[torch.nn.Parameter]:
@@ -339,8 +342,8 @@ class MegatronPolicy:
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
-        """Compute with the reference weights: they are copied to the GPU once, and the current ones stay where they
-        are. No activations are kept meanwhile, so there is room."""
+        """Compute with a copy of the reference weights on the device, beside the current ones: there is room, since no
+        activations are kept meanwhile."""
         if self.reference is None:
             raise RuntimeError(
                 "reference log-probs were asked for, but neither algorithm.kl.coefficient nor token_columns do"

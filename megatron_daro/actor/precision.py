@@ -1,6 +1,6 @@
 """The precision of a rank, settled once, when the policy is built: whose layers, which of Megatron's fp8 options.
 
-config/precision.py has checked what is known before the start; here the GPU and the libraries are those that compute,
+config/precision.py has checked what is known before the start. Here the GPU and the libraries that compute are known,
 and fp8 that would silently be something else is rejected.
 """
 
@@ -23,11 +23,11 @@ def uses_transformer_engine(actor: ActorSection, shape: ModelShape) -> bool:
     """Return whether the layers are Transformer Engine's.
 
     It has no attention for packed sequences in fp32, and multiplies fp32 matrices as TF32. Its layers with
-    sinks, or with norms after them, were not compared with the model's.
+    sinks, or with norms after them, have not been compared with the model's.
 
     Raises:
-        ConfigError: fp8 is asked for, and the recipe cannot run on this rank, with the nearest one that can; or
-            Transformer Engine cannot be imported.
+        ConfigError: fp8 is asked for, but the recipe cannot run on this rank (the message names the nearest one that
+            can), or Transformer Engine cannot be imported.
     """
     available = actor.precision != "fp32" and not shape.local_layers and device.has_transformer_engine()
     if actor.precision == "fp8":
@@ -43,13 +43,13 @@ def uses_transformer_engine(actor: ActorSection, shape: ModelShape) -> bool:
 
 
 def refuse_unsaveable_experts(actor: ActorSection, shape: ModelShape) -> None:
-    """Raise ConfigError where this rank's libraries would compute experts in fp8 that they cannot save."""
+    """Raise ConfigError if this rank's libraries would compute experts in fp8 and could not save them."""
     if actor.precision == "fp8" and (why := precision.experts_problem(shape, surroundings())):
         raise ConfigError(str(why))
 
 
 def surroundings() -> precision.Surroundings:
-    """Return what this process would compute fp8 with."""
+    """Return the GPU and library versions that this process would compute fp8 with."""
     if not torch.cuda.is_available():
         return precision.Surroundings(capability=0)
     major, minor = torch.cuda.get_device_capability()
@@ -77,7 +77,7 @@ def fp8_options(actor: ActorSection) -> dict[str, Any]:
 
 
 def remarks(actor: ActorSection, shape: ModelShape, transformer_engine: bool) -> tuple[str, ...]:
-    """Return what a person should know about the layers."""
+    """Return remarks for the user about the layers."""
     if transformer_engine or not torch.cuda.is_available():
         return ()
     why = "it has no packed attention in fp32" if actor.precision == "fp32" else "it cannot be imported there"

@@ -1,7 +1,7 @@
-"""Sums over ranks, a function for each group of ranks: which one it is decides whether a loss is exact.
+"""Sums over ranks, a function for each group of ranks: a loss is exact only if each sum uses the right one.
 
-Data-parallel ranks have other samples. Context-parallel ranks have the same samples, and compute other tokens of them.
-Tensor-parallel ranks know the same of each token. Of the pipeline's stages the last alone has a loss.
+Data-parallel ranks have different samples. Context-parallel ranks have the same samples, and compute different tokens
+of them. Tensor-parallel ranks have the same results for each token. Only the last pipeline stage has a loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_daro.actor.megatron import parallel_state
 
 
 def sum_over_data_parallel(values: Tensor) -> Tensor:
-    """Return float64 on the host: the sum of what each shard says of its samples, over data-parallel ranks.
+    """Sum values of each shard's samples over data-parallel ranks. Returns float64 on the host.
 
     Context-parallel ranks hold the same samples, so the sum does not run over them.
     """
@@ -27,16 +27,16 @@ def sum_over_data_parallel(values: Tensor) -> Tensor:
 
 
 def sum_over_context(values: Tensor) -> Tensor:
-    """Return the sum of what each rank computed of its tokens, over the context-parallel ranks that share the samples;
-    no gradient passes."""
+    """Sum what each rank computed for its tokens over the context-parallel ranks that share the samples; no gradient
+    passes."""
     total = values.detach().clone()
     dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
     return total
 
 
 def reduced_on_all_stages(values: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce what the last stage computed of its tokens over data- and context-parallel ranks, in place, and give it to
-    the other stages. Collective."""
+    """Reduce what the last stage computed over data- and context-parallel ranks, in place, and broadcast it to the
+    other stages. Collective."""
     dist.all_reduce(values, op=over, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -45,7 +45,7 @@ def reduced_on_all_stages(values: Tensor, over: dist.ReduceOp.RedOpType = dist.R
 
 
 def finite_on_all_ranks(value: float) -> bool:
-    """Return the same answer on every rank of the world: a norm may be taken over a part of it only."""
+    """Whether the value is finite on every rank of the world: a norm may have been taken over some ranks only."""
     flag = torch.tensor([float(math.isfinite(value))], device=device.current())
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag.item() > 0)

@@ -3,8 +3,8 @@
 An engine and a trainer round differently, so a router's choice flips now and then, and such a token gets a very
 different log-prob. Before each forward pass the routers are given the recorded experts of this rank's tokens; the
 experts' weights are still this router's own, normalized over the given experts, and gradients flow as usual. Megatron's
-own RouterReplay (0.16.1, moe/router_replay.py) has no tokens without known experts, such as padding, and one list for
-all pipeline stages, so `RouterReplay` here takes its place. Rejects recordings of another model.
+own RouterReplay (0.16.1, moe/router_replay.py) has no place for tokens without known experts, such as padding, and one
+list for all pipeline stages, so `RouterReplay` here replaces it. Rejects recordings of another model.
 
 Legend: T packed tokens of this CP rank, N samples of the shard, L layers of the model, K experts of a token, E experts.
 """
@@ -26,19 +26,19 @@ from megatron_daro.types import Sequences
 
 
 class RouterReplay:
-    """The experts of the tokens of one router; in the place of Megatron's class of this name."""
+    """The recorded experts for one router; replaces Megatron's class of this name."""
 
     def __init__(self) -> None:
         self._experts_TK: Tensor | None = None
         self._training = False
-        # A layer that is recomputed asks a second time, in the backward pass, in the order of the micro-batches.
+        # A recomputed layer asks a second time in the backward pass, where micro-batches come in the same order.
         self._awaiting_recomputation: deque[Tensor | None] = deque()
 
     def set_experts(self, experts_TK: Tensor | None, *, training: bool) -> None:
-        """Set what the tokens of the next forward pass meet.
+        """Set the experts for the tokens of the next forward pass.
 
         Args:
-            experts_TK: int64; -1 in the rows of tokens that the router itself shall decide. None: all of them.
+            experts_TK: int64; -1 in the rows of tokens for which the router itself decides. None: it decides for all.
             training: whether a backward pass will follow.
         """
         self._experts_TK, self._training = experts_TK, training
@@ -51,7 +51,7 @@ class RouterReplay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return scores and numbers of the experts, both [T, K]; scores of all experts are [T, E]."""
+        """Return scores and numbers of each token's experts, both [T, K]. Args: scores: of all experts, [T, E]."""
         assert default_compute_topk is not None
         values_TK, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         experts_TK = self._next_experts()
@@ -61,7 +61,8 @@ class RouterReplay:
         return scores.gather(1, chosen_TK), chosen_TK
 
     def _next_experts(self) -> Tensor | None:
-        """Recomputation runs the first time without gradients, though in training, and the second time with them."""
+        """Return the experts of this pass. With recomputation, the first pass in training runs without gradients, the
+        second one with them."""
         if self._training and not torch.is_grad_enabled():
             self._awaiting_recomputation.append(self._experts_TK)
         elif self._awaiting_recomputation:
@@ -70,7 +71,7 @@ class RouterReplay:
 
 
 def replay_routing(model: HiddenStateGPTModel, packed: PackedMicroBatch) -> None:
-    """Tell the routers of a part of the model which experts the tokens of a micro-batch meet."""
+    """Tell the routers of a part of the model which experts the tokens of a micro-batch go to."""
     experts_TLK = packed.routed_experts_TLK
     if experts_TLK is not None and model.config.sequence_parallel:
         parts = parallel_state.get_tensor_model_parallel_world_size()
@@ -88,7 +89,7 @@ def check_routed_experts(batch: Sequences, shape: ModelShape) -> None:
     """Refuse experts that are not those of this model.
 
     Raises:
-        DataError: with what was got and what the model has.
+        DataError: the model has no experts, or the shape is not that of its layers and experts per token.
     """
     experts_N = batch.routed_experts_N
     if experts_N is None:
@@ -105,7 +106,7 @@ def check_routed_experts(batch: Sequences, shape: ModelShape) -> None:
 
 
 def check_numbers(packed: PackedMicroBatch, experts: int) -> None:
-    """Refuse experts that the model has not, while they are on the CPU. Raises DataError."""
+    """Refuse experts that the model does not have, while the numbers are on the CPU. Raises DataError."""
     experts_TLK = packed.routed_experts_TLK
     if experts_TLK is None or not experts_TLK.numel():
         return
@@ -117,7 +118,7 @@ def check_numbers(packed: PackedMicroBatch, experts: int) -> None:
 
 
 def _routers(model: HiddenStateGPTModel) -> Iterator[tuple[int, TopKRouter]]:
-    """Yield the number in the model of each layer with experts, from 0, with its router."""
+    """Yield each router with the number of its layer in the model, from 0."""
     for layer in model.decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:

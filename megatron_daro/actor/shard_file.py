@@ -1,9 +1,9 @@
-"""The file that a rank writes into a checkpoint, which training can overtake.
+"""The file that a rank writes into a checkpoint while training goes on.
 
-A thread writes the file from the live tensors (`ShardFile.write`); before the next update of the weights `release` is
-called. What was handed to the file by then may change. Of the rest, as much as the budget allows is copied, from the
-end of the file, and the update waits for what lies between. So a save takes no memory where a step computes longer than
-the file takes to write.
+A thread writes the file from the live tensors (`ShardFile.write`); `release` is called before the next update of the
+weights. Tensors that are already written by then may change. Of the rest, as much as the budget allows is copied, from
+the end of the file backwards, and the update waits until what lies between is written. So a save takes no memory if a
+step computes longer than the file takes to write.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OwnBox:
 
 
 class ShardFile:
-    """Named boxes that are written into one file, in order. `write` is called once; `release` by another thread."""
+    """Named boxes that are written into one file, in order. `write` is called once, `release` from another thread."""
 
     def __init__(self, path: Path, boxes: Sequence[tuple[str, OwnBox]]) -> None:
         self._path = path
@@ -46,7 +46,7 @@ class ShardFile:
         self._ended = self._released = False
 
     def write(self) -> None:
-        """Write the file and the hash of it, which is taken on the way; both are on the disk when this returns.
+        """Write the file and its hash, which is computed on the way; both are on the disk when this returns.
 
         Raises:
             OSError, ModelError: the disk refused; nothing is read any more.
@@ -66,10 +66,10 @@ class ShardFile:
                 self._changed.notify_all()
 
     def release(self, most_bytes: int) -> int:
-        """Wait until no tensor is read any more that was given to this file; nothing more is done by a second call.
+        """Wait until none of this file's original tensors is read any more. A second call does nothing.
 
         Args:
-            most_bytes: of copies in host memory that may be made to get there sooner.
+            most_bytes: of host memory for copies, which shorten the wait.
 
         Returns:
             How many bytes were copied.
@@ -101,7 +101,7 @@ class ShardFile:
         yield from (flat[start : start + step].to("cpu") for start in range(0, len(flat), step))
 
     def _advance(self, number: int) -> None:
-        """Note that boxes before this one are written, and let go of them."""
+        """Note that the boxes before this one are written, and drop them."""
         with self._changed:
             self._at = number
             if number:
@@ -109,12 +109,12 @@ class ShardFile:
             self._changed.notify_all()
 
     def _waiting(self, number: int) -> Tensor | None:
-        """Return a box that was not begun; None where it was."""
+        """Return the values of a box that is not begun yet, else None."""
         with self._changed:
             return None if self._ended or self._at >= number else self._values[number]
 
     def _replace(self, number: int, copy: Tensor) -> bool:
-        """Write the copy in place of the box. Returns False if the box is being read by now."""
+        """Have the copy written in place of the box. Returns False if the box has been begun by now."""
         with self._changed:
             if self._ended or self._at >= number:
                 return False

@@ -57,7 +57,7 @@ def save_sharded(state: dict[str, Any], directory: Path, own: Sequence[OwnBox] =
     """Begin to write a sharded state dict into an existing, empty directory. Collective over all ranks.
 
     Returns:
-        This rank's file, to be written from the tensors as they are then; not collective, may run in a thread.
+        This rank's file. Writing it reads the tensors as they are then, is not collective and may run in a thread.
 
     Args:
         state: nested; its ShardedTensors and ShardedObjects are written by their main replicas, the rest by rank 0.
@@ -122,7 +122,7 @@ def collect_shards(sharded: object, directory: Path, own: Sequence[OwnBox] = ())
 
 
 def read_shards(sharded: object, directory: Path) -> object:
-    """Every sharded tensor and object replaced by its value. Raises CheckpointError if a piece is missing."""
+    """Replace every sharded tensor and object by its value. Raises CheckpointError if a piece is missing."""
     return dict_list_map_inplace(_ShardReader(directory).value_of, sharded)
 
 
@@ -198,7 +198,7 @@ def _stored(item: ShardedTensor | ShardedObject) -> OwnBox:
 
 
 def _check_complete(shards: Sequence[StoredShard]) -> None:
-    """Refuse boxes of ranks that are not whole tensors together: it would be found out when they are needed."""
+    """Refuse boxes of all ranks that do not make whole tensors together; else it would be noticed only on loading."""
     written: dict[str, int] = {}
     for shard in shards:
         written[shard.key] = written.get(shard.key, 0) + math.prod(shard.shape)
@@ -221,7 +221,7 @@ def _bytes_of(data: object, key: str) -> Tensor:
 
 
 def _check_disjoint(key: str, shards: Sequence[StoredShard]) -> None:
-    """Elements are counted, not marked: a piece stored twice would stand for one that is missing."""
+    """Refuse pieces that overlap: elements are only counted, so a piece stored twice would hide a missing one."""
     for one, other in itertools.combinations(shards, 2):
         if common_box(one.offset, one.shape, other.offset, other.shape) is not None:
             raise CheckpointError(f"{key}: pieces at {one.offset} and {other.offset} overlap; the checkpoint is torn")

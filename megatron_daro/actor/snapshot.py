@@ -1,13 +1,13 @@
-"""A rank's whole state in host memory after each step, and copies of other ranks' states, to go on from after a death.
+"""Snapshots: a rank's state, copied to host memory after each step, from which all go on after the death of a rank.
 
-`begin` notes what is small and copies the storages of weights and optimizer in a thread, on a GPU on a stream of its
-own, beside the next generation; the next update of the weights waits for it. The driver numbers the snapshots and says
-which of them every rank has (runtime/healing.py).
+`begin` copies small state at once, and the storages of weights and optimizer in a thread (on a GPU, on a stream of its
+own) while the next batch is generated; the next update of the weights waits for it. The driver numbers the snapshots
+and knows which of them every rank has (runtime/healing.py).
 
-What a snapshot holds is what the rank's checkpoint holds, and the states of the random generators: storages bit for
-bit, options and age of the optimizer's groups, the schedule, the buffers and extra states of modules, and what the
-algorithm has learned. It fits a rank of the same layout, model and options only; `restore` checks the
-sizes of the storages.
+A snapshot holds what the rank's checkpoint holds, and the states of the random generators: storages bit for bit,
+options and step counts of the optimizer's groups, the schedule, the buffers and extra states of modules, and what the
+algorithm has learned. It fits only a rank of the same layout, model and options; `restore` checks the sizes of the
+storages.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from megatron_daro.types import MemoryKind
 
 Storages = dict[MemoryKind, list[UntypedStorage]]
 _PARTS = {"chunks", "optimizer", "scheduler", "algorithm"}
-"""Fields of a trained model that are kept in their own way; the others are plain values."""
+"""Fields of a trained model that are handled one by one; the others are copied as plain values."""
 
 
 class PendingSnapshot:
     """A snapshot that a thread is taking: weights and optimizer state must not change until `wait` returns."""
 
     def __init__(self, storages: Storages, slot: Slot, serial: int, rest: dict[str, Any]) -> None:
-        """Begin. Args: storages: of `storages_of`. slot: of `DoubleBuffer.open`. rest: what is small."""
+        """Start the thread. Args: storages: from `storages_of`. slot: from `DoubleBuffer.open`. rest: small state."""
         self._slot, self._serial = slot, serial
         self._error: BaseException | None = None
         self._where = device.current()
@@ -82,7 +82,8 @@ class PendingSnapshot:
 
 
 def storages_of(memory: HostMemory, models: Sequence[TrainedModel]) -> Storages:
-    """Return the storages of which a snapshot has copies; those of the optimizer are made where it took no step."""
+    """Return the storages that a snapshot copies, without frozen base weights; create optimizer state if there is none
+    yet."""
     for model in models:
         allocate_optimizer_state(model.optimizer)
     parameters = (p for model in models for chunk in model.chunks for p in chunk.module.parameters())
@@ -96,10 +97,11 @@ def layout_of(storages: Storages) -> Layout:
 
 
 def begin(memory: HostMemory, models: Sequence[TrainedModel], slot: Slot, serial: int) -> PendingSnapshot:
-    """Begin a snapshot of what the models are now. Not collective.
+    """Begin a snapshot of the models as they are now. Not collective.
 
     Args:
-        memory: of the rank. models: the policy, and a critic. slot: of `DoubleBuffer.open`. serial: its number.
+        memory: of the rank. models: the policy, and a critic if there is one. slot: from `DoubleBuffer.open`.
+        serial: number of the snapshot.
     """
     storages = storages_of(memory, models)
     rest = {"models": [_rest_of(model, memory) for model in models], "random": _random_states()}
@@ -107,10 +109,10 @@ def begin(memory: HostMemory, models: Sequence[TrainedModel], slot: Slot, serial
 
 
 def restore(memory: HostMemory, models: Sequence[TrainedModel], slot: Slot) -> None:
-    """Make the models what they were when the snapshot was taken, bit for bit. Not collective.
+    """Restore the models to what they were when the snapshot was taken, bit for bit. Not collective.
 
     Raises:
-        WorkerError: it is not whole, or of another layout.
+        WorkerError: the snapshot is not whole, or of another layout.
     """
     storages = storages_of(memory, models)
     if slot.serial is None or slot.layout != layout_of(storages):
@@ -133,12 +135,12 @@ def _groups(model: TrainedModel) -> list[dict[str, Any]]:
 
 
 def _on_host(model: TrainedModel, memory: HostMemory) -> list[Tensor]:
-    """Return what the optimizer keeps beside the device: torch's Adam counts its steps on the host."""
+    """Return the optimizer's tensors that are not on the device: torch's Adam keeps its step counts on the host."""
     return [tensor for tensor in memory.optimizer_tensors_of(model) if tensor.device.type != memory.device.type]
 
 
 def _modules(model: TrainedModel) -> list[torch.nn.Module]:
-    """Return the modules that have state beside parameters and buffers: scales of fp8 layers."""
+    """Return the modules that have state other than parameters and buffers, such as the scales of fp8 layers."""
     own = torch.nn.Module.get_extra_state
     return [m for chunk in model.chunks for m in chunk.module.modules() if type(m).get_extra_state is not own]
 

@@ -1,13 +1,13 @@
-"""One optimizer step: gradients of policy and critic, the update of all that is trained or of nothing, the metrics.
+"""One optimizer step: gradients of policy and critic, an update of both or of neither, and the metrics.
 
   StepBatch shard -> advantages (advantages.py)
     -> the critic's gradients -> the policy's: loss.py over the schedule of forward.py, reduced over all ranks
-    -> who still reads the weights is waited for
-    -> gradients are checked -> what the algorithm learns, and the update -> the critic's update
-    -> StepResult: sums and `skipped` are the same on every rank, times its own
+    -> wait for saves and snapshots that still read the weights
+    -> check of the gradients -> the algorithm learns, and the policy is updated -> the critic is updated
+    -> StepResult: the same on every rank, but for times
 
 Refuses to update from an advantage, loss, loss sum or gradient that is not finite: model, optimizer and schedule stay
-as they were, the algorithm learns nothing from it, and the result says so.
+as they were, the algorithm learns nothing from the step, and the result says so.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TrainedModel:
     scheduler: OptimizerParamScheduler
 
     def begin_step(self) -> None:
-        """Get ready for forward and backward passes that add up gradients from 0."""
+        """Switch to training mode and set the gradients to 0, for the passes that add to them."""
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -57,9 +57,9 @@ class TrainedModel:
 
 @dataclass(slots=True, eq=False)
 class TrainState(TrainedModel):
-    """What a train step changes of the policy, together: the model, and what the algorithm has learned.
+    """Everything of the policy that a train step changes: the model, and what the algorithm has learned.
 
-    begun: a batch of rollouts has begun, and no update from it was applied yet.
+    begun: a batch of rollouts has begun, and the policy was not updated from it yet.
     """
 
     algorithm: Algorithm
@@ -67,14 +67,14 @@ class TrainState(TrainedModel):
 
 
 class OwnTime:
-    """How long a rank's own passes take: until it is about to reduce gradients, which waits for other replicas."""
+    """How long a rank's own passes take, without the reduction of gradients, which waits for other replicas."""
 
     def __init__(self) -> None:
         self._marks: list[Any] = []
 
     @contextmanager
     def measured(self, config: TransformerConfig) -> Iterator[None]:
-        """Measure from here to where the schedule reduces gradients, by the hook that the model's configuration has."""
+        """Measure from here until the schedule calls the hook of the model's configuration that reduces gradients."""
         reduce_gradients = config.finalize_model_grads_func
 
         def marked(*arguments: object, **options: object) -> None:
@@ -97,7 +97,7 @@ class OwnTime:
         self._marks.append(event)
 
     def seconds(self) -> float:
-        """What was measured, once the host has waited for the step; 0 where nothing was."""
+        """Return what was measured; 0 if nothing was. Call it after the host has waited for the step."""
         if len(self._marks) != 2:
             return 0.0
         begin, end = self._marks
@@ -108,7 +108,8 @@ class OwnTime:
 
 @dataclass(frozen=True, slots=True)
 class CriticReport:
-    """The critic's part of a step before anything changes; the same on every rank. fit: whether it may be updated."""
+    """The critic's part of a step before any update; the same on every rank, but for times. fit: whether the critic may
+    be updated."""
 
     fit: bool
     grad_norm: float
@@ -121,21 +122,21 @@ class StepCritic(Protocol):
     pretrain_steps: int
 
     def gradients(self, batch: StepBatch, micro_batches: MicroBatches) -> CriticReport:
-        """Forward and backward."""
+        """Run forward and backward."""
 
     def apply(self, report: CriticReport) -> dict[str, float]:
-        """Update."""
+        """Update the critic."""
 
 
-class Turn(Protocol):
+class GiveDevice(Protocol):
     """Gives the device to a model; see `actor.host_memory.TakingTurns`."""
 
     def __call__(self, model: TrainedName, *, keep_gradients: bool = False) -> None:
-        """Let it have the device."""
+        """Give it the device."""
 
 
-def _all_have_it(model: TrainedName, *, keep_gradients: bool = False) -> None:
-    """Change nothing: there is room for all."""
+def _both_have_it(model: TrainedName, *, keep_gradients: bool = False) -> None:
+    """Change nothing: both models stay on the device."""
 
 
 def forward_backward(
@@ -146,16 +147,17 @@ def forward_backward(
     output: OutputSettings,
     own_time: OwnTime,
 ) -> StepSums:
-    """Add up the gradients of a whole step, over all ranks, in the main gradient buffers. Collective.
+    """Compute the gradients of a whole step, summed over all ranks, in the main gradient buffers. Collective.
 
     Args:
-        train_state: its gradients begin at 0. batch: this rank's shard, of `with_advantages`. own_time: measures it.
+        train_state: its gradients are set to 0 first. batch: this rank's shard, from `with_advantages`. own_time:
+            measures the passes.
     """
     chunks, last = train_state.chunks, train_state.chunks[-1].module
     train_state.begin_step()
     packs = packed_micro_batches(last.config, batch, micro_batches, vocab_size=output.vocab_size)
     loss = StepLoss(train_state.algorithm, settings, output, batch)
-    with own_time.measured(last.config):  # the totals' sum has just brought all replicas together
+    with own_time.measured(last.config):  # replicas start together: `StepLoss` has just summed totals
         run_schedule(chunks, packs, partial(loss.micro_batch, last), forward_only=False)
     return loss.reduce()
 
@@ -170,13 +172,14 @@ def train_step(
     step: int,
     before_update: Callable[[], None],
     critic: StepCritic | None = None,
-    turn: Turn = _all_have_it,
+    give_device: GiveDevice = _both_have_it,
 ) -> StepResult:
-    """One optimizer step on this rank's shard; every rank calls it with the same number of micro-batches.
+    """Do one optimizer step on this rank's shard; every rank calls this with the same number of micro-batches.
 
-    `before_update` is called when the gradients are there and before anything changes. Policy and critic are updated
-    both or neither; in the critic's first `pretrain_steps` steps it alone is. `turn` is told whose turn it is where one
-    of them has the device at a time; the critic's gradients are wanted again after the policy's turn.
+    `before_update` is called after the gradients are computed and before anything is updated. Policy and critic are
+    updated together or not at all, but in the first `pretrain_steps` steps only the critic is. `give_device` is called
+    with the model that computes next, where policy and critic take turns on the device; the critic's gradients are kept
+    while the policy has it.
 
     Returns:
         Metrics of the whole step. `skipped` with a reason if an advantage, the loss or the gradient was not finite.
@@ -186,11 +189,11 @@ def train_step(
         train_state.algorithm.begin_batch()
     try:
         batch = with_advantages(train_state.algorithm, batch, settings)
-    except NonFiniteError as error:  # on every rank, before anything else was done
+    except NonFiniteError as error:  # raised on every rank, before anything else is done
         return StepResult({}, skipped=True, reason=str(error))
-    turn("critic")
+    give_device("critic")
     critic_report = critic.gradients(batch, micro_batches) if critic else None
-    turn("policy", keep_gradients=True)
+    give_device("policy", keep_gradients=True)
     began, own_time = time.perf_counter(), OwnTime()
     sums = forward_backward(train_state, batch, micro_batches, settings, output, own_time)
     forward_backward_s = time.perf_counter() - began
@@ -201,7 +204,7 @@ def train_step(
     check = check_gradients(train_state.optimizer, allowed=sums.finite and (critic_report is None or critic_report.fit))
     learning_rate = 0.0
     if check.fit and (critic is None or step > critic.pretrain_steps):
-        train_state.algorithm.learn(sums.step_stats)  # first: one that refuses the sums leaves the weights as they are
+        train_state.algorithm.learn(sums.step_stats)  # first: if it refuses the sums, the weights stay as they are
         learning_rate = apply_update(
             train_state.optimizer, train_state.scheduler, check.grad_norm, fresh_moments=fresh_moments
         )
@@ -210,7 +213,7 @@ def train_step(
     if critic is not None and critic_report is not None:
         metrics |= critic_report.metrics
         if check.fit:
-            turn("critic")
+            give_device("critic")
             metrics |= critic.apply(critic_report)
     if weights_before is not None:
         metrics |= _weight_metrics(weights_before, *train_state.algorithm.classes)
@@ -220,7 +223,7 @@ def train_step(
 
 
 def _weight_metrics(weights: Tensor, classed_by: str, classes: Sequence[str]) -> dict[str, float]:
-    """Metrics of difficulty weights [K+1, L]: per pass rate, and where there are several classes also of each."""
+    """Return metrics of difficulty weights [K+1, L]: per pass rate, and with several classes also per class."""
     means, num_bins = weights.mean(dim=1), len(weights)
     metrics = {f"difficulty/weight/{k}": float(means[k]) for k in range(1, num_bins - 1)}
     if len(classes) > 1:
@@ -240,7 +243,7 @@ def _reason(sums: StepSums, check: GradientCheck, critic_report: CriticReport | 
 
 
 def _metrics(sums: StepSums, check: GradientCheck, learning_rate: float, extra_loss: float) -> dict[str, float]:
-    """Metric keys of docs/metrics.md that the train part knows."""
+    """Return the metrics of docs/metrics.md that follow from the policy's sums and update."""
     tokens = max(sums.token_sums["tokens"], 1.0)
     metrics = {
         "loss/policy": sums.policy_loss,

@@ -1,4 +1,4 @@
-"""The configuration in the terms of Megatron-core: layout, and options of each part."""
+"""The configuration in terms of Megatron-core: layout, and options of each part."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layout_of(actor: ActorSection) -> Layout:
 
 
 def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
-    """Let Megatron-core look at `actor.megatron` as every rank will. Starts nothing; needs no process groups.
+    """Check `actor.megatron` with Megatron-core, as every rank will. Starts nothing; needs no process groups.
 
     Raises:
         ConfigError: an option is unknown, of another type, or refused by upstream.
@@ -50,7 +50,7 @@ def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
 
 
 def megatron_options(actor: ActorSection, shape: ModelShape) -> dict[str, dict[str, Any]]:
-    """Return `actor.megatron` with what ranks on GPUs add, by the part of Megatron-core that it is for."""
+    """Return `actor.megatron` with what ranks on GPUs add, by part of Megatron-core (see `split_megatron_options`)."""
     chosen: Mapping[str, Any] = {}
     if torch.cuda.is_available():
         has_experts = shape.experts is not None
@@ -59,8 +59,8 @@ def megatron_options(actor: ActorSection, shape: ModelShape) -> dict[str, dict[s
 
 
 def transformer_config_of(shape: ModelShape, actor: ActorSection, options: Mapping[str, Any]) -> TransformerConfig:
-    """Return Megatron's configuration of a model on this rank. Raises ConfigError. Args: options: its part of those of
-    `megatron_options`."""
+    """Return Megatron's configuration of a model on this rank. Raises ConfigError. Args: options: the transformer's
+    part of `megatron_options`."""
     refuse_unsaveable_experts(actor, shape)
     return transformer_config(
         shape,

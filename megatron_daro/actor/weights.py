@@ -25,7 +25,7 @@ from megatron_daro.convert.stacked import stack
 
 
 def load_hf_weights(chunks: Chunks, shape: ModelShape, tensors: RowReader) -> None:
-    """Fill this rank's parameters; reads only the bytes that they are made of.
+    """Fill this rank's parameters; read only the bytes that they are made of.
 
     Args:
         chunks: built by actor/model.py.
@@ -40,7 +40,7 @@ def load_hf_weights(chunks: Chunks, shape: ModelShape, tensors: RowReader) -> No
         check_tied(tensors)
     for local in local_parameters(chunks, shape):
         if local.rule.hf_names == (VALUE_HEAD,) and VALUE_HEAD not in tensors:
-            local.parameter.detach().zero_()  # a policy has none: a critic that is made of it says 0 at first
+            local.parameter.detach().zero_()  # a critic made from a policy, which has no such head, starts at 0
             continue
         rank, size = tensor_parallel_place(local.rule)
         vocabulary = shape.padded_vocab(size) if local.rule.kind == "vocab" else None
@@ -49,7 +49,7 @@ def load_hf_weights(chunks: Chunks, shape: ModelShape, tensors: RowReader) -> No
 
 
 def tensor_parallel_place(rule: TensorRule) -> tuple[int, int]:
-    """Return this process's rank and the size of the group that a rule's parameter is cut over."""
+    """Return this process's rank in the group that a rule's parameter is cut over, and the size of the group."""
     if rule.expert is None:
         return (
             parallel_state.get_tensor_model_parallel_rank(),
@@ -61,10 +61,10 @@ def tensor_parallel_place(rule: TensorRule) -> tuple[int, int]:
 def export_hf_weights(chunks: Chunks, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Return the weights of this pipeline stage under Hugging Face names, one parameter at a time.
 
-    Every rank for which `exports_weights` holds must iterate to the end: each item is a gather over the tensor-parallel
-    group, or over the group that has all experts. All of them get the tensors. A tied output layer on the last stage is
-    the embedding's copy and is left out. Peak extra memory: one parameter, of experts one for each rank of their group,
-    or those of a layer where the checkpoint has them in one tensor.
+    Every rank for which `exports_weights` holds must iterate to the end: parameters are gathered over the
+    tensor-parallel group, experts over the group that holds all of them. Each such rank gets all tensors. A tied output
+    layer on the last stage is a copy of the embedding and is left out. Peak extra memory: one parameter; of experts one
+    for each rank of their group, or all of a layer if the checkpoint stacks them in one tensor.
 
     Returns:
         (HF name, whole tensor on this device, in the dtype of the parameter).
@@ -75,19 +75,19 @@ def export_hf_weights(chunks: Chunks, shape: ModelShape) -> Iterator[tuple[str, 
 
 
 def gathered(local: LocalParameter, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a parameter's values (or gradients) are under Hugging Face names. Collective over its group.
+    """Gather a parameter's values (or gradients) and yield them under Hugging Face names. Collective over its group.
 
     Args:
         local: the parameter. values: of the shape of the parameter.
 
     Yields:
-        (HF name, whole tensor); of an expert's parameter also the tensors of the experts in its place on other ranks.
+        (HF name, whole tensor); for an expert's parameter also those of the experts in its place on other ranks.
     """
     if local.rule.expert is None:
         group = parallel_state.get_tensor_model_parallel_group()
         yield from merge(local.rule, _gather(values, group, is_cut=local.rule.is_cut)).items()
         return
-    # Ranks of this group stand with expert tensor parallelism fastest.
+    # In the order of this group's ranks, the expert-tensor-parallel rank varies fastest.
     parts = _gather(values, parallel_state.get_expert_tensor_and_model_parallel_group(), is_cut=True)
     cut = len(parts) // len(local.peers)
     for place, rule in enumerate(local.peers):
@@ -103,13 +103,13 @@ def _gather(values: Tensor, group: dist.ProcessGroup, *, is_cut: bool) -> list[T
 
 
 def exports_weights() -> bool:
-    """Whether this rank takes part in an export: those of the first replica (DP and CP rank 0), and those with the
-    first copy of the experts, which may reach over several replicas."""
+    """Whether this rank takes part in an export: it is of the first replica (DP and CP rank 0), or of the ranks with
+    the first copy of the experts, which may extend over several replicas."""
     first = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
     return first or parallel_state.get_expert_data_parallel_rank() == 0
 
 
 def sends_for_stage() -> bool:
-    """Whether this rank hands on what an export yields: the first of the first replica, one per pipeline stage."""
+    """Whether this rank sends what an export yields: one rank per pipeline stage, the first of the first replica."""
     first = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
     return first and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -22,12 +22,12 @@ Vector = TypeVar("Vector", np.ndarray, Tensor)
 
 
 def overlong_penalty(lengths_N: Vector, max_tokens: int = 20480, cache_tokens: int = 4096) -> Vector:
-    """DAPO's soft penalty, to be added to the reward.
+    """Return DAPO's soft penalty, which is added to the reward.
 
     Args:
         lengths_N: [N], generated tokens, numpy or torch.
-        max_tokens: L_max; beyond it the penalty is -1.
-        cache_tokens: L_cache; the penalty starts at L_max - L_cache and falls linearly. 1..max_tokens.
+        max_tokens: L_max; from there on the penalty is -1.
+        cache_tokens: L_cache, 1..max_tokens; the penalty starts at L_max - L_cache and falls linearly.
 
     Returns:
         float32 [N] in [-1, 0], numpy for numpy and torch for torch.
@@ -76,7 +76,7 @@ def overlong_filter(loss_mask_R: Vector, response_lengths_N: Vector, truncated_N
         truncated_N: [N], true (or 1) where generation hit the length limit.
 
     Returns:
-        A new mask [R] of the same dtype and kind.
+        A new mask [R] of the same dtype, numpy for numpy and torch for torch.
 
     Raises:
         AlgorithmError: the lengths do not sum to R, or the vectors' lengths differ.
@@ -101,13 +101,13 @@ def group_advantages(
 ) -> Tensor:
     """Return a = (R - mean of the group) / (std + eps).
 
-    The mean is always the group's. A group whose rewards are all equal (so also a group of one) gets exactly 0.
+    The mean is always the group's. Groups whose rewards are all equal, including groups of one, get exactly 0.
 
     Args:
         rewards_N: [N], any real or integer dtype, in any order.
         group_ids_N: [N] integers, arbitrary values in any order; equal id means same group.
-        std: "population" (divide by K) or "sample" (by K - 1) over the group; "batch", population over all N rewards
-            (Lite PPO; hand in the whole step); "none", no division (Dr. GRPO).
+        std: "population" (dividing by K) or "sample" (by K - 1), over the group; "batch", population over all N rewards
+            (Lite PPO; pass the whole step); "none", no division (Dr. GRPO).
         eps: added to the standard deviation.
 
     Returns:
@@ -132,7 +132,7 @@ def group_advantages(
 
 
 def leave_one_out_advantages(rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
-    """A_i = R_i - mean of the other rewards of its group (RLOO); exactly 0 for equal rewards and for a group of one.
+    """Return A_i = R_i - mean of the other rewards of the group (RLOO); exactly 0 for equal rewards and a group of one.
 
     Args:
         rewards_N: [N], any real or integer dtype.
@@ -176,7 +176,7 @@ def over_mean_deviation(advantages_N: Tensor, rewards_N: Tensor, group_ids_N: Te
 
 
 def _checked(rewards_N: Tensor, group_ids_N: Tensor) -> tuple[Tensor, Tensor, int, torch.dtype]:
-    """Rewards as float64, group numbers 0..G-1, G, and the dtype to answer in."""
+    """Return rewards as float64, group numbers 0..G-1, G, and the dtype of the result."""
     rewards_N = torch.as_tensor(rewards_N)
     group_ids_N = torch.as_tensor(group_ids_N, device=rewards_N.device)
     if rewards_N.ndim != 1 or rewards_N.shape != group_ids_N.shape:
@@ -197,18 +197,19 @@ def _checked(rewards_N: Tensor, group_ids_N: Tensor) -> tuple[Tensor, Tensor, in
 
 
 def _centred(rewards_N: Tensor, group_N: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """R - group mean (exactly 0 in groups of equal rewards), and the size of each sample's group; both float64 [N]."""
+    """Return R - group mean (exactly 0 in groups of equal rewards) and the size of each sample's group, float64 [N]
+    each."""
     zeros_G = torch.zeros(num_groups, dtype=torch.float64, device=rewards_N.device)
     size_N = zeros_G.index_add(0, group_N, torch.ones_like(rewards_N))[group_N]
     mean_N = zeros_G.index_add(0, group_N, rewards_N)[group_N] / size_N
     lowest_N = zeros_G.scatter_reduce(0, group_N, rewards_N, "amin", include_self=False)[group_N]
     highest_N = zeros_G.scatter_reduce(0, group_N, rewards_N, "amax", include_self=False)[group_N]
-    # Ten times 0.1 has a mean that is not 0.1 in floating point: rounding must not become a signal of size 1e-17/eps.
+    # The mean of ten times 0.1 is not 0.1 in floating point: rounding must not become a signal of size 1e-17/eps.
     return torch.where(lowest_N == highest_N, 0.0, rewards_N - mean_N), size_N
 
 
 def _group_std(centred_N: Tensor, group_N: Tensor, num_groups: int, size_N: Tensor, std: str) -> Tensor:
-    """Each sample's group standard deviation, float64 [N]; a group of one has 0 under either divisor."""
+    """Return the standard deviation of each sample's group, float64 [N]; 0 for a group of one with either divisor."""
     squares_G = torch.zeros(num_groups, dtype=torch.float64, device=centred_N.device)
     squares_G.index_add_(0, group_N, centred_N.square())
     divisor_N = size_N if std == "population" else (size_N - 1).clamp(min=1)

@@ -1,8 +1,8 @@
 """What an algorithm is: an advantage, a choice of groups, a coefficient per rollout, and what it learns from a step.
 
-The totals of the whole optimizer step (bins, trained tokens, rollouts; summed over all ranks before the forward pass)
--> one coefficient per rollout -> L = sum_i coefficient_i * sum_t l_t, on any split of them -> sums over the step ->
-what the algorithm learns, the same on every rank.
+The totals of the whole optimizer step (trained tokens and rollouts per bin; summed over all ranks before the forward
+pass) -> one coefficient per rollout -> L = sum_i coefficient_i * sum_t l_t, however the rollouts are split over ranks
+and micro-batches -> sums over the step -> what the algorithm learns, the same on every rank.
 A denominator taken from part of a step would make the loss depend on how the step was split.
 
 Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K.
@@ -40,7 +40,8 @@ class StepTotals:
 
     @classmethod
     def of(cls, bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int) -> StepTotals:
-        """Return the totals of some samples: int64 bins [N] and trained tokens [N]. Add those of all ranks."""
+        """Return the totals of some samples from their bins, int64 [N], and trained tokens, [N]. The caller adds up the
+        totals of all ranks."""
         lengths_N = torch.as_tensor(lengths_N)
         return cls.of_classes(bins_N, lengths_N, torch.zeros_like(lengths_N), rollouts_per_prompt, 1)
 
@@ -48,7 +49,7 @@ class StepTotals:
     def of_classes(
         cls, bins_N: Tensor, lengths_N: Tensor, classes_N: Tensor, rollouts_per_prompt: int, num_classes: int
     ) -> StepTotals:
-        """Return the same for samples whose classes, int64 [N] below num_classes, are known."""
+        """Return the same as `of` for samples that have classes, int64 [N] below num_classes."""
         bins_N = torch.as_tensor(bins_N)
         tokens = [
             token_counts(bins_N, torch.where(classes_N == c, lengths_N, 0), rollouts_per_prompt)
@@ -59,7 +60,7 @@ class StepTotals:
 
     @classmethod
     def from_vector(cls, vector: Tensor, num_classes: int = 1) -> StepTotals:
-        """Return the inverse of `vector`, after it was summed over ranks."""
+        """Return the totals that a `vector` stands for, after it was summed over ranks."""
         tokens, rollouts = vector.to(torch.int64).tensor_split([len(vector) * num_classes // (num_classes + 1)])
         return cls(tokens.reshape(-1, num_classes), rollouts)
 
@@ -74,7 +75,7 @@ class StepTotals:
 
     @property
     def tokens(self) -> int:
-        """All trained tokens; the N of formulas."""
+        """All trained tokens; N in formulas."""
         return int(self.tokens_per_bin.sum())
 
     @property
@@ -101,11 +102,12 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """Some samples of a step, as an algorithm sees them; none on a rank that a short batch leaves without work.
+    """Some samples of a step, as an algorithm sees them; empty on a rank for which a short batch has no work.
 
     bins_N: int64 [N]. lengths_N: [N], trained response tokens. advantages_N: floating [N]. group_lengths_NK: int64
-    [N, K], trained tokens of every rollout of the sample's group, the sample's own among them; None unless the
-    algorithm `needs_group_lengths`. environments_N: int64 [N], the number of each sample's environment; None: one.
+    [N, K], trained tokens of every rollout of the sample's group, the sample itself included; None unless the
+    algorithm `needs_group_lengths`. environments_N: int64 [N], the index of each sample's environment; None: the run
+    has only one.
     """
 
     bins_N: Tensor
@@ -116,15 +118,15 @@ class Samples:
 
 
 CELL_SUMS = ("loss_sums", "abs_loss_sums", "advantage_sums")
-"""Sums over the tokens of each bin and class of samples, without coefficients: of token losses, their absolute values,
-and |A|."""
+"""Sums over the tokens of each bin and class of samples, not multiplied by coefficients: of token losses, of their
+absolute values, and of |A|."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepStats:
-    """What a whole step says, over all ranks: what an algorithm learns from.
+    """Results of a whole step over all ranks, from which an algorithm learns.
 
-    sums: by name float64 [K+1, L], those of `CELL_SUMS`; a loop of your own may add what its algorithm reads.
+    sums: float64 [K+1, L] each, by the names in `CELL_SUMS`; a loop of your own may add sums that its algorithm reads.
     entropy: mean over the trained tokens, nats.
     """
 
@@ -134,18 +136,18 @@ class StepStats:
 
     @classmethod
     def of_bins(cls, totals: StepTotals, loss_sums: Tensor, abs_loss_sums: Tensor) -> StepStats:
-        """Return those of a host that knows sums [K+1] of token losses, and nothing else."""
+        """Return the results of a loop that knows only the sums [K+1] of token losses and of their absolute values."""
         sums = {"loss_sums": loss_sums[:, None], "abs_loss_sums": abs_loss_sums[:, None]}
         return cls(totals, sums, entropy=0.0)
 
     def per_bin(self, name: str) -> Tensor:
-        """float64 [K+1], a sum over all classes."""
+        """Return the named sums added up over all classes, float64 [K+1]."""
         return self.sums[name].sum(dim=1)
 
 
 def number(name: str, value: float, low: float, high: float = float("inf"), *, closed: bool = True) -> float:
-    """Return the value of an option. Raises AlgorithmError: it is not in [low, high), or with `closed` False not in
-    (low, high)."""
+    """Return the value of an option as float. Raises AlgorithmError if it is not in [low, high), or with closed=False
+    not in (low, high)."""
     if not (low <= value < high if closed else low < value < high):
         least = f"{low:g} or more" if closed else f"above {low:g}"
         most = "" if high == float("inf") else f" and below {high:g}"
@@ -163,45 +165,45 @@ class Common(TypedDict, total=False):
 
 
 class Algorithm(ABC):
-    """Base class of all: an advantage, a filter, and a coefficient per rollout.
+    """Base class of all algorithms: an advantage, a filter, and a coefficient per rollout.
 
-    A subclass says its name, and overrides what differs: `advantage_std` or `advantages`, `dynamic_filter` or
-    `own_filter`, `bin_coefficients` (or `coefficients`, where bin and length are not enough), and `learn` with the
-    state where it learns; `token_columns` and `token_advantages`, where tokens of one rollout have different
-    advantages. Keyword arguments of its own constructor are its options.
+    A subclass sets its `name` and overrides what differs: `advantage_std` or `advantages`; `dynamic_filter` or
+    `own_filter`; `bin_coefficients` (or `coefficients`, if bin and length are not enough); `learn`, `state_dict` and
+    `load_state_dict`, if it learns; `token_columns` and `token_advantages`, if tokens of one rollout have different
+    advantages. The keyword arguments of its constructor are its options.
     """
 
     name: ClassVar[str]
     advantage_std: ClassVar[AdvantageStd] = "population"
     dynamic_filter: ClassVar[bool] = False
     std_allowed: ClassVar[tuple[AdvantageStd, ...]] = get_args(AdvantageStd)
-    """Divisors that may take the place of `advantage_std`."""
+    """Values of option `std` that may replace `advantage_std`."""
     std_defines: ClassVar[bool] = False
-    """Whether another divisor makes it another algorithm than the published one."""
+    """Whether the algorithm is no longer the published one with another divisor."""
     needs_group_lengths: bool = False
-    """Whether `Samples.group_lengths_NK` must be there."""
+    """Whether the algorithm needs `Samples.group_lengths_NK`."""
     weighs_by_advantage: ClassVar[bool] = False
-    """Whether `coefficients` reads `Samples.advantages_N`, which must be what all tokens of a sample are trained by."""
+    """Whether `coefficients` reads `Samples.advantages_N`; then all tokens of a sample must be trained with that
+    advantage."""
     token_columns: ClassVar[tuple[str, ...] | None] = None
-    """Columns that `token_advantages` reads, of `token_columns.COLUMN_NAMES`; the ranks compute those that take a pass
+    """Columns that `token_advantages` reads, of `token_columns.COLUMN_NAMES`; the ranks compute those that need a pass
     before the first optimizer step of a batch. None: one advantage for all tokens of a rollout."""
     resets_optimizer: bool = False
-    """Whether the optimizer's moments are zero again when a batch of rollouts begins."""
+    """Whether the optimizer's moments are set to zero when a batch of rollouts begins."""
 
     @property
     def classes(self) -> tuple[str, tuple[str, ...]]:
-        """What samples are classed by beside their pass rate, and what the classes are called: totals and step_stats
-        are per class then."""
+        """(what samples are classed by beside their pass rate, names of the classes). Totals and step statistics are
+        kept per class."""
         return "all", ("all",)
 
     def classes_of(self, samples: Samples) -> Tensor:
-        """int64 [N], the number of each sample's class."""
+        """Return the index of each sample's class, int64 [N]."""
         return torch.zeros_like(samples.bins_N)
 
     @property
     def own_objective(self) -> Mapping[str, Any]:
-        """Fields of `objective.ObjectiveSettings` that belong to the method: they take the place of what a
-        configuration says."""
+        """Fields of `objective.ObjectiveSettings` that belong to the method; they override the configuration."""
         return {}
 
     def __init__(
@@ -212,7 +214,7 @@ class Algorithm(ABC):
         std: AdvantageStd | Literal["auto"] = "auto",
         group_filter: GroupFilter = "auto",
     ) -> None:
-        """Take what every algorithm is told.
+        """Take the options of every algorithm.
 
         Args:
             rollouts_per_prompt: K, 2 or more.
@@ -222,7 +224,7 @@ class Algorithm(ABC):
                 0 < mu < 1.
 
         Raises:
-            AlgorithmError: an option is out of range, or the algorithm has no such divisor.
+            AlgorithmError: an option is out of range, or `std` is not in `std_allowed`.
         """
         if rollouts_per_prompt < 2:
             raise AlgorithmError(f"rollouts_per_prompt: got {rollouts_per_prompt}, allowed is 2 or more")
@@ -242,8 +244,8 @@ class Algorithm(ABC):
         self.group_filter: GroupFilter = group_filter
 
     def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
-        """Return the advantages of the whole step. Called in the driver, on the object there, which neither learns nor
-        is in checkpoints; with `kl.place: reward` once more on every rank, whose result counts.
+        """Return the advantages of the whole step. Called in the driver, on the driver's object, which never learns and
+        is not in checkpoints; with `kl.place: reward` also on every rank, whose result is then the one that counts.
 
         Args:
             rewards_N: [N], finite. group_ids_N: int64 [N], in any order.
@@ -254,11 +256,12 @@ class Algorithm(ABC):
         return group_advantages(rewards_N, group_ids_N, std=self.std)
 
     def token_advantages(self, tokens: TokenColumns) -> Tensor:
-        """Return an advantage for each response token, where `token_columns` is set. Called on every rank at every
-        optimizer step, before its forward pass.
+        """Return an advantage for each response token; only for algorithms that set `token_columns`. Called on every
+        rank at every optimizer step, before its forward pass.
 
         Args:
-            tokens: this data-parallel rank's samples, whole. `tokens.advantages_N` is what `advantages` gave.
+            tokens: the complete samples of this data-parallel rank. `tokens.advantages_N` is the result of
+                `advantages`.
 
         Returns:
             Floating [R], finite where `tokens.mask_R` is set; elsewhere it is not read.
@@ -266,11 +269,11 @@ class Algorithm(ABC):
         raise NotImplementedError(f"{type(self).__name__} has one advantage for all tokens of a rollout")
 
     def value_targets(self, tokens: TokenColumns) -> Tensor:
-        """Return what the critic shall say before each response token, where `token_columns` has "values". Called on
-        every rank at every optimizer step, after `token_advantages`.
+        """Return the targets of the critic's values before each response token; only for algorithms whose
+        `token_columns` have "values". Called on every rank at every optimizer step, after `token_advantages`.
 
         Args:
-            tokens: as there.
+            tokens: as in `token_advantages`.
 
         Returns:
             Floating [R], finite where `tokens.mask_R` is set; elsewhere it is not read.
@@ -278,14 +281,15 @@ class Algorithm(ABC):
         raise NotImplementedError(f"{type(self).__name__} trains no critic")
 
     def keep(self, bins_N: Tensor) -> Tensor:
-        """bool [N]: whose groups are trained, after `group_filter`. The others are replaced by further prompts."""
+        """Return which samples' groups are trained by `group_filter`, bool [N]. The others are replaced by further
+        prompts."""
         bins_N = torch.as_tensor(bins_N)
         if self.group_filter == "none":
             return torch.ones_like(bins_N, dtype=torch.bool)
         return self._mixed(bins_N) if self.group_filter == "pass_rate" else self.own_filter(bins_N)
 
     def own_filter(self, bins_N: Tensor) -> Tensor:
-        """bool [N]: what `group_filter` auto means for this algorithm."""
+        """Return which samples' groups are trained with `group_filter` auto, bool [N]."""
         return self._mixed(bins_N) if self.dynamic_filter else torch.ones_like(bins_N, dtype=torch.bool)
 
     @property
@@ -295,15 +299,15 @@ class Algorithm(ABC):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is allowed, but probably not meant."""
+        """Warnings about options that are allowed, but probably not intended."""
         if not self.std_defines or self.std == self.advantage_std:
             return ()
         return (f"algorithm.std: got {self.std!r}; auto is what {self.name} is: leave it unset for the published one",)
 
     @abstractmethod
     def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
-        """Return what the sum of a rollout's token losses is multiplied by, where bin and length decide it: as nearly
-        every algorithm has it, and all that most other frameworks know of a sample (plugins/ calls it).
+        """Return the factor of the sum of a rollout's token losses, if bin and length determine it. In nearly every
+        algorithm they do, and most other frameworks know nothing else about a sample (plugins/ calls this method).
 
         Args:
             bins_N: int64 [N], bins of some samples of the step.
@@ -315,11 +319,12 @@ class Algorithm(ABC):
         """
 
     def coefficients(self, samples: Samples, totals: StepTotals) -> Tensor:
-        """Return the same for samples of which all is known: what the trainer's loss calls. To be overridden where a
-        coefficient needs an advantage, a group's lengths or an environment (`SampleAlgorithm`: where it always does).
+        """Return the same factors for samples about which everything is known; the trainer's loss calls this method. An
+        algorithm overrides it if a coefficient needs an advantage, the group's lengths or an environment (if it always
+        does, it derives from `SampleAlgorithm`).
 
         Args:
-            samples: some of the step. totals: of the whole step.
+            samples: some samples of the step. totals: of the whole step.
 
         Returns:
             float64 [N], as `bin_coefficients`.
@@ -327,37 +332,38 @@ class Algorithm(ABC):
         return self.bin_coefficients(samples.bins_N, samples.lengths_N, totals)
 
     def regularizer_coefficient(self, totals: StepTotals) -> float:
-        """Return what KL and entropy terms of a token are multiplied by: 1 / trained tokens of the step, for a mean
-        over them."""
+        """Return the factor of each token's KL and entropy terms: 1 / trained tokens of the step, so their sum is a
+        mean."""
         return inverse(totals.tokens)
 
     def extra_loss(self, totals: StepTotals) -> float:
-        """Return the part of the loss without a gradient into the policy (daro: -sum ln w), for reporting."""
+        """Return the part of the loss that has no gradient with respect to the policy (daro: -sum ln w), for
+        reporting."""
         return 0.0
 
     def begin_batch(self) -> None:  # noqa: B027
-        """Take note that a batch of rollouts begins, before its first optimizer step; called on every rank."""
+        """Note that a batch of rollouts begins; called on every rank before the batch's first optimizer step."""
 
     def learn(self, step_stats: StepStats) -> None:  # noqa: B027
-        """Learn from a step that is applied; called once, on every rank with the same numbers."""
+        """Learn from a step that is applied; called once per step, on every rank with the same numbers."""
 
     @property
     def weights(self) -> Tensor | None:
-        """Difficulty weights float64 [K+1], the mean over classes; None for an algorithm without."""
+        """Difficulty weights, float64 [K+1], each the mean over classes; None for an algorithm that has none."""
         return None
 
     @property
     def cell_weights(self) -> Tensor | None:
-        """Difficulty weights float64 [K+1, L], or None for an algorithm without."""
+        """Difficulty weights, float64 [K+1, L]; None for an algorithm that has none."""
         return None if self.weights is None else self.weights[:, None]
 
     @property
     def clamped(self) -> int:
-        """How many difficulty weights sit at an end of their clamp."""
+        """How many difficulty weights are at a bound of their clamp."""
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, fit for JSON."""
+        """Return the state as plain data, fit for JSON."""
         return {"algorithm": self.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -388,15 +394,16 @@ class SampleAlgorithm(Algorithm):
 
 
 def inverse(count: int) -> float:
-    """1/count, and 0 for a step without any: its sums are 0 as well."""
+    """Return 1/count; 0 if the count is 0, since what it divides is then 0 as well."""
     return 1.0 / count if count > 0 else 0.0
 
 
 def constant(value: float, lengths_N: Tensor) -> Tensor:
-    """float64 [N]: the value where a sample has tokens, else 0."""
+    """Return the value for samples that have tokens, 0 for the others, float64 [N]."""
     return torch.where(lengths_N > 0, torch.tensor(value, dtype=torch.float64, device=lengths_N.device), 0.0)
 
 
 def token_mean(lengths_N: Tensor, totals: StepTotals) -> Tensor:
-    """float64 [N], for samples with tokens: 1 / trained tokens of the step, whose mean the loss then is."""
+    """Return 1 / trained tokens of the step for samples that have tokens, 0 for the others, float64 [N]: the loss is
+    then the mean over these tokens."""
     return constant(inverse(totals.tokens), lengths_N)

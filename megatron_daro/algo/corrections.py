@@ -1,9 +1,9 @@
-"""Off-policy corrections: what to do when another engine, or older weights, made the rollouts.
+"""Off-policy corrections, for rollouts that were sampled by another engine or with older weights.
 
 Rollout, old and current log-probs -> a weight per token (tis, mis), and the ratio of a sequence (for the trust region
-gspo), for the objective. Each weight comes with the indicator of what it changed.
-A sequence is here a whole sample, with all of its contexts.
-A dropped token keeps its place in the denominators, which are fixed before the forward pass.
+gspo), for the objective. Each weight comes with a mask of the tokens that it changed.
+Here a sequence is a whole sample, with all of its contexts.
+A token with weight 0 still counts in the denominators, which are fixed before the forward pass.
 
 Shape letters: T tokens of this micro-batch, at least those that are trained; M its samples.
 """
@@ -26,14 +26,15 @@ SampleReduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CorrectionWeights:
-    """weight_T: detached factor of the token loss. changed_T: bool, where it was truncated (tis) or masked (mis)."""
+    """weight_T: detached factor of the token loss. changed_T: bool, where the ratio was truncated (tis) or masked
+    (mis)."""
 
     weight_T: Tensor
     changed_T: Tensor
 
 
 def truncated_importance_weights(ratio_T: Tensor, cap: float) -> CorrectionWeights:
-    """TIS: min(ratio, cap).
+    """Return the weights of TIS: min(ratio, cap).
 
     Args:
         ratio_T: [T], pi_old / pi_rollout of a token or of its sequence.
@@ -46,13 +47,13 @@ def truncated_importance_weights(ratio_T: Tensor, cap: float) -> CorrectionWeigh
 
 
 def masked_importance_weights(ratio_T: Tensor, low: float, high: float) -> CorrectionWeights:
-    """MIS: the ratio where it lies in [low, high], else 0.
+    """Return the weights of MIS: the ratio where it lies in [low, high], else 0.
 
     Args:
         ratio_T: [T], pi_old / pi_rollout of a token or of its sequence.
-        low, high: both ends are kept; 0 <= low <= 1 <= high.
+        low, high: bounds, both included; 0 <= low <= 1 <= high.
 
-    Source: IcePop, arXiv 2510.18855 (token level); the sequence level tests the sequence's ratio instead.
+    Source: IcePop, arXiv 2510.18855 (token level); at sequence level the sequence's ratio takes the token's place.
     """
     ratio_T = ratio_T.detach()
     inside = (ratio_T >= low) & (ratio_T <= high)
@@ -69,14 +70,15 @@ def rollout_ratio(
     level: CorrectionLevel = "token",
     sample_reduce: SampleReduce | None = None,
 ) -> Tensor:
-    """pi_old / pi_rollout: per token, or per sequence as the geometric mean over its trained tokens.
+    """Return pi_old / pi_rollout: per token, or per sequence as the geometric mean over its trained tokens.
 
-    The geometric mean (as in GSPO), because a bound on the plain product would mean another thing for every length.
+    It is the geometric mean, as in GSPO, because a bound on the plain product would mean something else for every
+    length.
 
     Args:
         old_logprobs_T, rollout_logprobs_T: [T], finite where the mask is set.
         mask_T: bool [T], trained tokens.
-        sample_T: int64 [T], which sample a token belongs to, 0..M-1.
+        sample_T: int64 [T], sample of the token, 0..M-1.
         num_samples: M.
         level: "token" or "sequence".
         sample_reduce: see `sample_means`.
@@ -98,11 +100,11 @@ def sequence_log_ratio(
     num_samples: int,
     sample_reduce: SampleReduce | None = None,
 ) -> Tensor:
-    """GSPO's log ratio, the sequence's mean of (logprobs - old), repeated on each of its tokens.
+    """Return GSPO's log ratio: the sequence's mean of (logprobs - old), repeated on each of its tokens.
 
-    Its gradient is routed through each token's own log-prob: value sg[mean] + logprob - sg[logprob]. For a token loss
-    f(s_i) summed over the |o_i| tokens of sequence i, the direct form gives d/dlogprob_u = |o_i| f' s_i / |o_i| and
-    this one f' s_i: the same. So no gradient has to cross context-parallel ranks, and `sample_reduce` may be a plain,
+    Its gradient goes through each token's own log-prob: value sg[mean] + logprob - sg[logprob]. For a token loss f(s_i)
+    summed over the |o_i| tokens of sequence i, the direct form gives d/dlogprob_u = |o_i| f' s_i / |o_i|, and this form
+    f' s_i, which is the same. So no gradient has to cross context-parallel ranks, and `sample_reduce` may be a plain,
     non-differentiable all-reduce.
 
     Args:
@@ -125,9 +127,9 @@ def sample_totals(
     num_samples: int,
     sample_reduce: SampleReduce | None = None,
 ) -> Tensor:
-    """Return the sum over each sample's masked tokens, repeated on each of its tokens; detached.
+    """Return the sum over each sample's tokens whose mask is set, repeated on each of these tokens; detached.
 
-    Args: see `sample_means`; `sample_reduce` is called once.
+    Args: see `sample_means`, but `sample_reduce` is called once.
     """
     sums_M = sample_sums(values_T.detach(), mask_T, sample_T, num_samples)
     sums_M = sums_M if sample_reduce is None else sample_reduce(sums_M)
@@ -143,12 +145,12 @@ def sample_means(
     num_samples: int,
     sample_reduce: SampleReduce | None = None,
 ) -> Tensor:
-    """Return the mean over each sample's masked tokens, repeated on each of its tokens; detached.
+    """Return the mean over each sample's tokens whose mask is set, repeated on each of these tokens; detached.
 
     Args:
         values_T: [T]; mask_T: bool [T]; sample_T: int64 [T] in 0..M-1 where the mask is set; num_samples: M.
         sample_reduce: sums a float64 [M] tensor over the ranks that hold parts of the same samples (context
-            parallel), called twice, in the same order on every rank. None: this process holds whole samples.
+            parallelism); called twice, in the same order on every rank. None: this process holds whole samples.
 
     Returns:
         [T], dtype of the values; sample 0's mean where the mask is not set.
@@ -164,13 +166,13 @@ def sample_means(
 
 
 def sample_sums(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
-    """Return the sum over each sample's masked tokens, float64 [M]; gradient flows to the masked tokens only.
+    """Return the sum over each sample's tokens whose mask is set, float64 [M]; gradient flows only to these tokens.
 
     Args:
         values_T: [T]; mask_T: bool [T]; sample_T: int64 [T], any value where the mask is not set; num_samples: M.
     """
     if num_samples == 0:
-        return values_T[:0].to(torch.float64)  # in the graph: a pipeline stage waits for every micro-batch's gradient
+        return values_T[:0].to(torch.float64)  # in the graph: pipeline stages wait for every micro-batch's gradient
     sums_M = torch.zeros(num_samples, dtype=torch.float64, device=values_T.device)
     kept_T = torch.where(mask_T, values_T, 0).to(torch.float64)
     return sums_M.index_add(0, torch.where(mask_T, sample_T, 0), kept_T)

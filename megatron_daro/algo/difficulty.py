@@ -1,4 +1,4 @@
-"""Difficulty: pass-rate bins, sums per bin, and the loss that a bin's lengths let expect.
+"""Difficulty: pass-rate bins, sums per bin, and the loss that is predicted from the lengths in a bin.
 
 Verdicts -> bins -> tokens per bin, summed over all ranks -> coefficients of the token losses.
 DARO's weight per bin is in `difficulty_weights`. Refuses incomplete groups: a group of fewer than K rollouts has no bin
@@ -53,7 +53,7 @@ def pass_rate_bins(correct_N: Tensor, group_ids_N: Tensor, rollouts_per_prompt: 
 
 
 def bin_sums(values_N: Tensor, bins_N: Tensor, rollouts_per_prompt: int) -> Tensor:
-    """Sum of a per-sample value over each bin.
+    """Return the sum of a value per sample over each bin.
 
     Args:
         values_N: [N]; floating values are summed in float64, whole numbers in int64.
@@ -84,7 +84,7 @@ def bin_sums(values_N: Tensor, bins_N: Tensor, rollouts_per_prompt: int) -> Tens
 
 
 def token_counts(bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int) -> Tensor:
-    """Trained tokens per bin. Sum the result over all ranks before it becomes a denominator.
+    """Return the trained tokens per bin. The caller sums them over all ranks before using them as denominators.
 
     Args:
         bins_N: int64 [N], 0..K.
@@ -102,7 +102,7 @@ def token_counts(bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int) ->
 
 
 def predicted_bin_loss(mu: Tensor | float, mean_len_right: Tensor | float, mean_len_wrong: Tensor | float) -> Tensor:
-    """L_k of an on-policy step (ratio 1), from the pass rate and the mean lengths alone.
+    """Return L_k of an on-policy step (ratio 1), from the pass rate and the mean lengths alone.
 
     Exact for 0/1 rewards and the population standard deviation with eps -> 0.
 

@@ -2,14 +2,14 @@
 
 Tokens per bin (0..K correct answers), summed over all ranks before the forward pass, give the coefficients of the
 token losses; loss sums per bin, reduced after the backward pass, give the new weights, the same on every rank. Formulas
-and rest points: docs/algorithms.md. A subclass may weigh other cells than bins, or learn fewer numbers than cells:
-examples/lab/lab_algorithms.py does both.
+and fixed points: docs/algorithms.md. A subclass may weight cells other than these, or learn fewer numbers than there
+are cells: examples/lab/lab_algorithms.py does both.
 
-The weights move by an Adam in float64 on the CPU in which every entry has a step count of its own. A bin that is
-absent from a step keeps its moments and its count, so its first step after a pause is as large as it would have been.
+The weights are moved by Adam in float64 on the CPU; every entry has its own step count. A bin that is absent from a
+step keeps its moments and its count, so its next step is as large as if there had been no pause.
 
-Shape letters: K rollouts per prompt, L classes of samples, C cells and W learned numbers, both (K+1) L here, bin by
-bin. Bins 0 and K carry no signal.
+Shape letters: K rollouts per prompt; L classes of samples; C cells (a bin and a class) and W learned numbers, both
+(K+1) L here, ordered by bin. Bins 0 and K carry no signal.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Adam:
         self._steps = torch.zeros(size, dtype=torch.int64)
 
     def moves(self, gradient: Tensor, present: Tensor) -> Tensor:
-        """Return what is to be subtracted, float64 [size], and remember the gradient; 0 where not present.
+        """Update the moments with a gradient, and return what the caller must subtract, float64 [size]; 0 where not
+        present.
 
         Args:
             gradient: float64 [size]. present: bool [size], which entries take part.
@@ -78,7 +79,7 @@ class Adam:
         """Take over a saved state; it is checked as a whole first, so a refused one changes nothing.
 
         Args:
-            state: of `state_dict`. owner: whose state this is, for the message.
+            state: from `state_dict`. owner: whose state this is, for the message.
 
         Raises:
             CheckpointError: a missing or misshapen entry, a number that is not finite, or a negative one.
@@ -104,7 +105,7 @@ def column(state: Mapping[str, Any], field: str, size: int, owner: str) -> Tenso
 
 
 def torn(state: Mapping[str, Any], field: str, size: int, owner: str) -> CheckpointError:
-    """Return the error for a field of no use."""
+    """Return the error for a field that cannot be used."""
     return CheckpointError(
         f"{owner}, {field}: the saved state has {state.get(field)!r}, allowed are {size} finite numbers, moments of "
         "squares and steps 0 or more; the checkpoint is torn or edited"
@@ -116,15 +117,16 @@ Normalizer = Literal["bin", "batch", "shared"]
 Scale = Literal["sum", "mean"]
 
 LEAST_MASS = 0.1
-"""How much of a present cell must lie in a learnt number for Adam to move it: Adam makes a whole step of any slope."""
+"""Least share of present cells in a learnt number for Adam to move it: Adam makes a full step of any gradient, however
+small."""
 
 
 class DifficultyWeights:
-    """DARO's weights w_k: the minimum of sum over present cells of (w_k m_k - ln w_k), followed by Adam.
+    """DARO's weights w_k: Adam moves them towards the minimum of the sum over present cells of (w_k m_k - ln w_k).
 
-    The policy sees w_k as a constant and the weights see the losses as constants. A cell that is absent from a step
-    keeps its weight, its moments and its own step count. With `half_life` a moving average of m_k takes the place of
-    Adam, and w_k is its inverse. Float64 on the CPU: equal sums give equal weights everywhere.
+    The policy sees w_k as a constant, and the weights see the losses as constants. A cell that is absent from a step
+    keeps its weight, its moments and its own step count. With `half_life` a moving average of m_k replaces Adam, and
+    w_k is its inverse. Everything is float64 on the CPU, so equal sums give equal weights on every rank.
 
     Source: DARO arXiv 2510.09001; what the paper leaves open is decided in docs/algorithms.md.
     """
@@ -135,7 +137,7 @@ class DifficultyWeights:
         "token": "abs_loss_sums",
         "advantage": "advantage_sums",
     }
-    """Magnitude -> the sums that it measures."""
+    """Magnitude -> name of the sums from which it is computed."""
 
     def __init__(
         self,
@@ -152,23 +154,24 @@ class DifficultyWeights:
         eps: float = 1e-8,
         half_life: float | None = None,
     ) -> None:
-        """All weights start at 1.
+        """Start with all weights at 1.
 
         Args:
             rollouts_per_prompt: K, 2 or more.
-            environments: names of those that have weights of their own; L is their number. Empty: L is 1.
+            environments: names of the environments that have their own weights; L is their number. Empty: L is 1.
             learning_rate: of the weights' Adam; 0 keeps them at 1.
             parameter: what Adam moves: "log" s_k = ln w_k (gradient w_k m_k - 1), "linear" w_k itself (m_k - 1/w_k).
             magnitude: m_k: "abs" |L_k|, "signed" L_k, "token" the mean |token loss| (needs abs_loss_sums), "advantage"
                 the mean |A| (needs advantage_sums).
-            normalizer: L_k is the bin's loss sum over its own tokens ("bin"), or over those of bins 1..K-1 ("batch").
-                "shared": measured as with "bin", paid as with "batch": a token's coefficient is its weight over N',
-                the tokens of bins 1..K-1.
-            scale: the policy loss is the sum over bins ("sum") or divided by the number of present bins ("mean").
-                The weights' own gradient is not divided: the number of bins changes from step to step.
+            normalizer: L_k is the bin's loss sum over its own tokens ("bin"), or over N', the tokens of bins 1..K-1
+                ("batch"). "shared": the weights learn as with "bin", but a token's coefficient is its weight over N',
+                as with "batch".
+            scale: the policy loss is the sum over bins ("sum"), or that sum divided by the number of present bins
+                ("mean"). The gradient of the weights is never divided: the number of bins changes from step to step.
             clamp: (lowest, highest) weight, with 0 < lowest <= 1 <= highest.
             betas, eps: Adam's.
-            half_life: steps after which half of an average is newer; above 0. None: Adam.
+            half_life: number of steps in which the share of older measurements in the average halves; above 0. None:
+                Adam.
 
         Raises:
             AlgorithmError: an option is out of range.
@@ -190,7 +193,7 @@ class DifficultyWeights:
         self.clamp = (float(clamp[0]), float(clamp[1]))
         self._cells, size = self._sizes()
         self._adam = Adam(size, learning_rate=learning_rate, betas=betas, eps=eps)
-        # ln w or w; with a half-life the average of m_k, whose inverse is w.
+        # ln w or w; with a half-life the average of m_k, of which w is the inverse.
         start = 0.0 if parameter == "log" and half_life is None else 1.0
         self._values = torch.full((size,), start, dtype=torch.float64)
 
@@ -201,7 +204,7 @@ class DifficultyWeights:
 
     @property
     def weights(self) -> Tensor:
-        """w, float64 [C] on the CPU, a copy; those of bins 0 and K stay at 1."""
+        """w, float64 [C] on the CPU, a copy; the weights of bins 0 and K stay at 1."""
         spread = self._per_cell(self._values)
         if self.half_life is not None:
             weights = 1 / torch.where(spread > 0, spread, 1.0)
@@ -211,23 +214,23 @@ class DifficultyWeights:
 
     @property
     def clamped(self) -> int:
-        """How many of the learnt numbers sit at either end of the clamp; those of bins 0 and K do not count."""
+        """How many of the learnt numbers are at either bound of the clamp; those of bins 0 and K do not count."""
         lowest, highest = self._value_bounds()
         inner = self._inner(self._values)
         return int(((inner <= lowest) | (inner >= highest)).sum())
 
     def coefficients(self, token_counts: Tensor) -> Tensor:
-        """Return what a token loss of each bin is multiplied by, so that the plain sum is sum_k w_k L_k.
+        """Return the factor of each token loss by cell, with which the plain sum of token losses is sum_k w_k L_k.
 
         Args:
             token_counts: [C], trained tokens per bin in the whole optimizer step (all ranks, all micro-batches).
 
         Returns:
-            float64 [C] on the device of `token_counts`: w_k / N_k (or w_k / N', see `normalizer`), over the number of
-            present bins for scale "mean"; 0 for bins 0, K and absent ones. Carries no gradient.
+            float64 [C] on the device of `token_counts`: w_k / N_k (or w_k / N', see `normalizer`), with scale "mean"
+            divided by the number of present cells; 0 for bins 0 and K and for absent cells. Carries no gradient.
 
         Raises:
-            AlgorithmError: another shape than [C], or a negative count.
+            AlgorithmError: the shape is not [C], or a count is negative.
         """
         counts = self._counts(token_counts)
         present = self._present(counts)
@@ -238,7 +241,8 @@ class DifficultyWeights:
         return coefficients.to(token_counts.device)
 
     def barrier(self, token_counts: Tensor) -> float:
-        """-sum of ln w over the present bins (their mean for scale "mean"): the part of the loss the policy never sees.
+        """Return -sum of ln w over the present cells (with scale "mean" the mean): the part of the loss that does not
+        depend on the policy.
 
         Args:
             token_counts: [C], as in `coefficients`.
@@ -251,14 +255,14 @@ class DifficultyWeights:
     def update(
         self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None, **more: Tensor
     ) -> None:
-        """Move the weights by one step's sums.
+        """Move the weights once, by the sums of one step.
 
         Args:
             loss_sums: [C], S_k = sum of the token losses of cell k in the whole step (unweighted).
             token_counts: [C], N_k of the whole step.
-            abs_loss_sums: [C], sum of |token loss|; only read, and required, for magnitude "token".
+            abs_loss_sums: [C], sum of |token loss|; only read, and then required, with magnitude "token".
             more: further sums [C] that a magnitude reads, such as `advantage_sums`, the sum of |A| over the tokens;
-                others are ignored.
+                sums that it does not read are ignored.
 
         Raises:
             AlgorithmError: a shape is wrong, or the sums that the magnitude reads are missing.
@@ -278,10 +282,11 @@ class DifficultyWeights:
     def settle(
         self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None, **more: Tensor
     ) -> None:
-        """Put the weights where updates with these sums would leave them in the end, within the clamp.
+        """Set the weights to where repeated updates with these sums would converge, within the clamp. Adam's moments
+        stay as they are.
 
         Args:
-            loss_sums, token_counts, abs_loss_sums, more: as in `update`. Adam's moments stay.
+            loss_sums, token_counts, abs_loss_sums, more: as in `update`.
 
         Raises:
             AlgorithmError, NonFiniteError: as `update`.
@@ -293,13 +298,15 @@ class DifficultyWeights:
             self._minimise(present, measured)
 
     def _minimise(self, present: Tensor, measured: Tensor) -> None:
-        """Put the learnt numbers where sum of (w_k m_k - ln w_k) over the present cells is least within the clamp."""
-        # A measure of 0 or less has no rest point below the clamp: -ln w falls for ever.
+        """Set the learnt numbers to the minimum, within the clamp, of the sum of (w_k m_k - ln w_k) over the present
+        cells."""
+        # With a measure of 0 or less there is no minimum below the upper bound: -ln w falls for ever.
         rest = torch.where(measured > 0, 1 / measured.clamp(min=1e-300), math.inf).clamp(*self.clamp)
         self._values = torch.where(present, rest.log() if self.parameter == "log" else rest, self._values)
 
     def _average(self, present: Tensor, measured: Tensor, *, share: float | None = None) -> None:
-        """Move each average towards what was measured, by 1 - 2^(-1/half_life), less for a number with little in it."""
+        """Move each average towards the measured magnitude by the share 1 - 2^(-1/half_life), or less if the number
+        stands for less than one present cell. Args: share: used instead, for all numbers."""
         sums, masses = self._per_number(torch.where(present, measured, 0.0), present)
         assert self.half_life is not None
         shares = 1 - 2 ** (-masses.clamp(max=1.0) / self.half_life) if share is None else torch.full_like(masses, share)
@@ -307,15 +314,16 @@ class DifficultyWeights:
         self._values = torch.where(masses > 0, moved.clamp(*self._value_bounds()), self._values)
 
     def _per_number(self, values: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of a value per learnt number, [W], and how much of the present cells lies in each, [W]."""
+        """Return, for each learnt number, the sum of the values of its cells, [W], and how many present cells (or parts
+        of cells) it stands for, [W]."""
         return values, present.to(torch.float64)
 
     def _per_cell(self, numbers: Tensor) -> Tensor:
-        """Return a learnt number [W] for each cell [C], a copy."""
+        """Return the learnt number, out of [W], of each cell, [C]; a copy."""
         return numbers.clone()
 
     def _inner(self, values: Tensor) -> Tensor:
-        """Return those learnt numbers, of [W], that ever move."""
+        """Return the learnt numbers, out of [W], that can move: those of bins 1..K-1."""
         return values[self.num_classes : -self.num_classes]
 
     def _sizes(self) -> tuple[int, int]:
@@ -324,7 +332,8 @@ class DifficultyWeights:
         return cells, cells
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists (JSON keeps them bit for bit): what the weights are, values, moments and steps."""
+        """Return plain numbers and lists, which JSON keeps bit for bit: the form of the weights, their values, moments
+        and steps."""
         return {
             **self._form(),
             "values": self._values.tolist(),
@@ -334,11 +343,11 @@ class DifficultyWeights:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state; it is checked as a whole first, so a refused one changes nothing.
 
-        A narrower clamp than the saved run's pulls the values into it.
+        If the clamp is narrower than in the saved run, the values are clamped to it.
 
         Raises:
-            CheckpointError: another K, another parameter, another form of weights, averages in the place of Adam, a
-                missing or misshapen entry, or a number that is not finite.
+            CheckpointError: the state has another K, parameter or form of weights, or averages instead of Adam (or the
+                reverse); an entry is missing or misshapen, or a number is not finite.
         """
         form = self._form()
         learnt = {"values", "first_moments", "second_moments", "steps"}
@@ -355,7 +364,7 @@ class DifficultyWeights:
         self._values = values.clamp(*self._value_bounds())
 
     def _form(self) -> dict[str, Any]:
-        """Return what a saved state must agree in; what is not the default is written down."""
+        """Return the entries that must be equal in a saved state; environments and averages only if they are used."""
         form: dict[str, Any] = {"rollouts_per_prompt": self.rollouts_per_prompt, "parameter": self.parameter}
         form |= {"environments": list(self.environments)} if self.environments else {}
         return form | ({} if self.half_life is None else {"averages": True})
@@ -381,7 +390,7 @@ class DifficultyWeights:
         return present, self._measure(torch.where(present, sums, 0.0), over, present)
 
     def _measure(self, sums: Tensor, over: Tensor, present: Tensor) -> Tensor:
-        """Return m_k [C] of the sums that the magnitude reads, 0 where not present, and their denominators."""
+        """Return m_k [C]. Args: sums: those that the magnitude reads, 0 where not present. over: their denominators."""
         measured = sums / over
         return measured.abs() if self.magnitude == "abs" else measured
 
@@ -393,13 +402,13 @@ class DifficultyWeights:
         return (math.log(lowest), math.log(highest)) if self.parameter == "log" else (lowest, highest)
 
     def _present(self, counts: Tensor) -> Tensor:
-        """Cells that take part: tokens in the step, and neither all wrong nor all right."""
+        """Return which cells take part: those with tokens in the step, of bins 1..K-1."""
         present = counts > 0
         present[: self.num_classes] = present[-self.num_classes :] = False
         return present
 
     def _denominators(self, counts: Tensor, present: Tensor, *, together: bool) -> Tensor:
-        """N_k, or N of bins 1..K-1 `together`; 1 where it would be 0."""
+        """Return N_k, or with `together` N', the tokens of bins 1..K-1; 1 where it would be 0."""
         if together:
             return torch.where(present, counts, 0.0).sum().clamp(min=1).expand_as(counts)
         return counts.clamp(min=1)

@@ -1,8 +1,8 @@
-"""HA-DW, which weighs by the pass rates of earlier steps.
+"""HA-DW, which weights by the pass rates of earlier steps.
 
-As every algorithm (see `algorithm`). A step is weighed with the average over the steps before it, and changes it then,
-on every rank alike; the average is part of the checkpoint. Refuses options out of their range and states that are not
-its own.
+Data flows as in every algorithm (see `algorithm`). A step is weighted with the average pass rate of the steps before
+it, and then updates that average, equally on every rank; the average is part of the checkpoint. Refuses options that
+are out of range and states that are not its own.
 
 Shape letters: N samples, K rollouts per prompt.
 """
@@ -24,15 +24,16 @@ Every = Literal["step", "batch"]
 
 
 class HaDw(SampleAlgorithm):
-    """HA-DW: GRPO's advantage times scale * exp(-sgn(A) (mu - C)), C the pass rate that earlier steps lead to expect.
+    """HA-DW: GRPO's advantage times scale * exp(-sgn(A) (mu - C)); C is the pass rate expected from earlier steps.
 
-    Right answers to questions harder than usual count more, wrong ones less, and the reverse. After a step with pass
-    rate y, C becomes (1 - eta) C + eta y with eta = rate * standard deviation of the last `window` values of C, at most
-    1. That rule never moves a C that has not moved, and no start is given: until `window` steps have
-    passed, C is the mean of their y (the paper's hard update, eq. 134), and the first step's own y before there is any.
+    For questions harder than usual, right answers count more and wrong ones less; for easier ones it is the reverse.
+    After a step with pass rate y, C becomes (1 - eta) C + eta y, with eta = rate * standard deviation of the last
+    `window` values of C, at most 1. This rule cannot move a C that has never moved, and the paper gives no start: until
+    `window` steps have passed, C is the mean of their y (the paper's hard update, eq. 134); in the first step it is
+    that step's own y.
 
-    A step is an optimizer step here, and a batch of several in the paper: with `every="batch"` C stays as it is over
-    all steps of a batch, and moves by the pass rate of all of them when the next batch begins.
+    Here a step is an optimizer step; in the paper it is a batch of several. With `every="batch"` C stays the same for
+    all steps of a batch, and is updated with the pass rate of all of them when the next batch begins.
 
     Source: arXiv 2601.08521, eq. 7 to 17; scale 1.3 is the best of its table 7. eta's factor and the window are not
     printed: chosen 1 and 10.
@@ -54,9 +55,10 @@ class HaDw(SampleAlgorithm):
 
         Args:
             scale: factor of all weights, above 0.
-            rate: how fast the expected pass rate follows the steps', in units of its standard deviation, above 0.
-            window: steps over which that standard deviation is taken, and after which it is first used, 2 or more.
-            every: what moves the expected pass rate: each optimizer step, or each batch of several (the paper's).
+            rate: how fast the expected pass rate follows the observed one, in units of its standard deviation, above 0.
+            window: number of steps over which that standard deviation is taken, and after which it is first used, 2 or
+                more.
+            every: what updates the expected pass rate: each optimizer step, or each batch of several (as in the paper).
         """
         super().__init__(**common)
         self.scale, self.rate = number("scale", scale, 0.0, closed=False), number("rate", rate, 0.0, closed=False)
@@ -76,14 +78,14 @@ class HaDw(SampleAlgorithm):
         return token_mean(samples.lengths_N, totals) * factor_N
 
     def begin_batch(self) -> None:
-        """Move C by the pass rate of the batch that ended, where that is what moves it."""
+        """Update C with the pass rate of the batch that ended, if `every` is "batch"."""
         if self._pending:
             rollouts = sum(count for _, count in self._pending)
             self._move(sum(rate * count for rate, count in self._pending) / rollouts)
             self._pending = []
 
     def learn(self, step_stats: StepStats) -> None:
-        """Move C by the step's pass rate, or keep that for the end of the batch."""
+        """Update C with the step's pass rate, or keep the pass rate until the next batch begins."""
         totals = step_stats.totals
         if self.every == "step":
             self._move(totals.pass_rate)
@@ -102,12 +104,14 @@ class HaDw(SampleAlgorithm):
         self._anchors = [*self._anchors, self._anchor][-self.window :]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return C, its last values, the pass rates of the first steps, and those of a batch that has not ended."""
+        """Return C, its last values, the pass rates of the first steps, and those of the steps that have not updated C
+        yet."""
         own = {"anchor": self._anchor, "anchors": self._anchors, "early": self._early}
         return {**super().state_dict(), **own, **({"pending": self._pending} if self._pending else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for another algorithm or a torn state. A shorter window forgets the oldest values."""
+        """Take over a saved state; a shorter window drops the oldest values. Raises CheckpointError if it is of another
+        algorithm or torn."""
         super().load_state_dict(state)
         anchors, early = _shares("anchors", state), _shares("early", state)
         anchor = saved_number("anchor", state)
@@ -118,7 +122,7 @@ class HaDw(SampleAlgorithm):
 
 
 def saved_number(name: str, state: Mapping[str, Any]) -> float | None:
-    """Return a saved number, or None where none was there yet."""
+    """Return a saved number, or None if there was none yet."""
     value = state.get(name)
     if value is not None and not _is_number(value):
         raise torn_entry(name, value, "a finite number, or null before the first step")
@@ -138,7 +142,7 @@ def _shares(name: str, state: Mapping[str, Any]) -> list[float]:
 
 
 def _pending(state: Mapping[str, Any]) -> list[list[float]]:
-    """Return saved pairs of pass rate and rollouts; none where the state has none."""
+    """Return the saved pairs of pass rate and rollouts; empty if the state has none."""
     pairs = state.get("pending", [])
     allowed = "a list of pairs: a pass rate from 0 to 1, and a number of rollouts above 0"
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):

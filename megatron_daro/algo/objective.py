@@ -1,15 +1,16 @@
-"""The token objective of one micro-batch: surrogate, off-policy correction, KL, entropy, and what is reported.
+"""The token objective of one micro-batch: surrogate, off-policy correction, KL, entropy, and reported sums.
 
 Log-probs of packed tokens (current, old, rollout, reference) become token losses and sums; the actor multiplies the
 sums per sample by the coefficients of `weighting`. Everything reported is a sum or a maximum, never a mean, so that
-micro-batches and ranks add up exactly. Masked positions may be NaN without effect.
+micro-batches and ranks add up exactly. Values at positions that are not trained have no effect, even if they are NaN.
 
-Trust regions: PPO's clip (surrogate.py), GSPO (the same clip with a sequence's ratio, corrections.py), CISPO's clipped
-weight, SAPO's soft gate, and none at all (REINFORCE); kimi's own is "mirror". CISPO, SAPO, REINFORCE are shifted so
-that at ratio 1 the loss is -A, as PPO's is, while the gradients are the papers'; so sums of token losses mean the same
-under each. The KL to a reference has three estimators and coefficient 0 by default, as in DAPO and Dr. GRPO.
+Trust regions: PPO's clip (surrogate.py), GSPO (the same clip with the sequence's ratio, corrections.py), CISPO's
+clipped weight, SAPO's soft gate, and none at all (REINFORCE); "mirror" is that of kimi. The losses of CISPO, SAPO and
+REINFORCE are shifted so that at ratio 1 they are -A, as PPO's is, while the gradients are the papers'; so sums of token
+losses mean the same under each. The KL to a reference has three estimators and coefficient 0 by default, as in DAPO and
+Dr. GRPO.
 
-Shape letters: T tokens of this micro-batch, at least those that are trained; M its samples.
+Shape letters: T tokens of this micro-batch, including at least the trained ones; M its samples.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from megatron_daro.errors import AlgorithmError
 
 TrustRegion = Literal["clip", "gspo", "cispo", "sapo", "reinforce", "mirror"]
 KIMI_TAU = 0.1
-"""Not printed in the paper: chosen."""
+"""Chosen here; the paper does not print it."""
 
 
 def cispo_loss(ratio: Tensor, advantages: Tensor, clip_high: float = 0.28) -> Tensor:
@@ -52,10 +53,10 @@ def cispo_loss(ratio: Tensor, advantages: Tensor, clip_high: float = 0.28) -> Te
 
     Args:
         ratio: importance ratios with gradient, any shape. advantages: broadcastable.
-        clip_high: 0 or more. Below nothing is clipped: the paper sets that bound so low that it is none.
+        clip_high: 0 or more. There is no lower bound: the paper sets it so low that it never clips.
 
     Returns:
-        Losses, common shape: value -min(ratio, 1 + clip_high) A, gradient that value's weight times d log pi.
+        Losses, common shape: value -min(ratio, 1 + clip_high) A, whose gradient is that value times d log pi.
 
     Source: MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
     """
@@ -68,25 +69,26 @@ def reinforce_loss(ratio: Tensor, advantages: Tensor) -> Tensor:
     """Return -A log pi, shifted: value -A, and the gradient of the log-prob times -A at every ratio.
 
     Args:
-        ratio: importance ratios with gradient, any shape; only the log-probs' gradient is taken of them. advantages:
-            broadcastable.
+        ratio: importance ratios with gradient, any shape; only the gradient of the log-probs is taken from them.
+            advantages: broadcastable.
 
     Returns:
         Losses, common shape.
 
-    Source: Williams, "Simple statistical gradient-following algorithms" (1992), with A for the reward less a baseline.
+    Source: Williams, "Simple statistical gradient-following algorithms" (1992), with A as the reward less a baseline.
     """
     return -advantages * (ratio / ratio.detach())
 
 
 def mirror_weights(advantages_T: Tensor, log_ratio_T: Tensor, tau: float) -> Tensor:
-    """Return A - tau * log(pi / pi_old) of the whole sequence, what its log-probs' gradient is multiplied by.
+    """Return A - tau * log(pi / pi_old), with the sequence's log ratio: the factor of the log-probs' gradient.
 
-    It is minus the gradient, by the log ratio, of (A - tau * log ratio)^2 / (2 tau), the squared surrogate with the
-    group's mean reward in the place of tau log Z.
+    It is minus the derivative with respect to the log ratio of (A - tau * log ratio)^2 / (2 tau), the squared surrogate
+    with the group's mean reward in place of tau log Z.
 
     Args:
-        advantages_T: reward less the group's mean, by token. log_ratio_T: sums over each token's sequence, detached.
+        advantages_T: reward less the group's mean, per token. log_ratio_T: the sum of log ratios over each token's
+            sequence, detached.
 
     Source: Kimi k1.5, arXiv 2501.12599, eq. 3.
     """
@@ -96,25 +98,26 @@ def mirror_weights(advantages_T: Tensor, log_ratio_T: Tensor, tau: float) -> Ten
 def sapo_loss(ratio: Tensor, advantages: Tensor, positive: float = 1.0, negative: float = 1.05) -> Tensor:
     """Return -A (1 + 4/tau (sigmoid(tau (ratio - 1)) - 1/2)), with tau by the sign of A.
 
-    Its slope by the ratio is -A at ratio 1 and falls smoothly to both sides, faster for a larger tau.
+    Its derivative with respect to the ratio is -A at ratio 1 and goes smoothly to 0 on both sides, faster for a larger
+    tau.
 
     Args:
         ratio: importance ratios, any shape. advantages: broadcastable.
-        positive, negative: tau for A > 0 and for the rest, both above 0.
+        positive, negative: tau for A > 0 and for A <= 0, both above 0.
 
     Returns:
         Losses, common shape.
 
     Source: SAPO, arXiv 2511.20347.
     """
-    # Tensors of the ratio's type, made on its device: numbers alone would be fp32.
+    # Tensors with the ratio's dtype and device: plain numbers would give fp32.
     temperature = torch.where(advantages > 0, torch.full_like(ratio, positive), torch.full_like(ratio, negative))
     gate = 4 / temperature * (torch.sigmoid(temperature * (ratio - 1)) - 0.5)
     return -advantages * (1 + gate)
 
 
 def check_temperatures(positive: float, negative: float) -> None:
-    """Raise AlgorithmError if a temperature of SAPO has no meaning."""
+    """Raise AlgorithmError unless SAPO's temperatures are finite numbers above 0."""
     for name, value in (("sapo_positive", positive), ("sapo_negative", negative)):
         if not 0 < value < float("inf"):
             raise AlgorithmError(f"{name}: got {value}, allowed is a number above 0")
@@ -128,12 +131,12 @@ def kl_terms(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator = "k
     """Return an estimate of KL(policy || reference) per sampled token.
 
     With d = logprobs - ref_logprobs: k1 is d (unbiased; as a loss its expected gradient is zero), k2 is d^2/2 (its
-    gradient is that of the KL), k3 is exp(-d) - 1 + d (unbiased and never negative). Where -d is above 20, k3 goes on
-    along its tangent: the slope stays at 1 - exp(20), which still pulls towards the reference and is finite.
+    gradient is that of the KL), k3 is exp(-d) - 1 + d (unbiased and never negative). Where -d is above 20, k3 continues
+    along its tangent: the slope stays at 1 - exp(20), which is finite and still pulls towards the reference.
 
     Args:
-        logprobs: of the tokens sampled from the policy, natural log; gradient flows.
-        ref_logprobs: under the reference; no gradient flows.
+        logprobs: log-probs of the tokens that were sampled from the policy, natural log; gradient flows.
+        ref_logprobs: their log-probs under the reference; no gradient flows.
         estimator: "k1", "k2" or "k3".
 
     Returns:
@@ -159,18 +162,21 @@ def kl_terms(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator = "k
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSettings:
-    """What the token objective is made of.
+    """Options of the token objective.
 
-    clip_low, clip_high, dual_clip: see `surrogate.clipped_ratio_loss`. kl_coefficient, entropy_coefficient: weights of
-    the mean KL and entropy per trained token. kl_mean: "rollouts" is the mean over rollouts of the mean KL of their
-    tokens (the caller hands in kl_scales_T then). reward_kl_coefficient: of the KL that the caller takes from rewards,
-    of each token's with reward_kl_per_token; not read here. correction: "none"; "tis" multiplies by the
-    rollout ratio, at most correction_cap; "mis" by the ratio, and drops what lies outside [correction_low,
-    correction_high]. correction_level: what the rollout ratio is taken over, "token" or "sequence".
-    trust_region: "clip", PPO's; "gspo", the same with the sequence's ratio (its clip range is usually near 4e-4);
-    "cispo" reads clip_high only; "sapo" reads sapo_positive and sapo_negative, its temperatures; "reinforce", none;
-    "mirror" reads mirror_tau, the weight of Kimi k1.5's relative entropy to the old policy. old_is_rollout: the old
-    log-probs are the engine's, so what is told apart from these is the current policy.
+    clip_low, clip_high, dual_clip: see `surrogate.clipped_ratio_loss`.
+    kl_coefficient, entropy_coefficient: weights of the mean KL and entropy per trained token.
+    kl_mean: "tokens" is the mean over tokens; "rollouts" the mean over rollouts of the mean KL of their tokens (the
+        caller then passes kl_scales_T).
+    reward_kl_coefficient: factor of the KL that the caller subtracts from rewards, with reward_kl_per_token from those
+        of each token; neither is read here.
+    correction: "none"; "tis" multiplies by the rollout ratio, at most correction_cap; "mis" multiplies by the ratio, or
+        by 0 if it is outside [correction_low, correction_high].
+    correction_level: what has a rollout ratio, "token" or "sequence".
+    trust_region: "clip" is PPO's; "gspo" the same with the sequence's ratio (its clip range is usually near 4e-4);
+        "cispo" reads only clip_high; "sapo" reads its temperatures sapo_positive and sapo_negative; "reinforce" has
+        none; "mirror" reads mirror_tau, the weight of Kimi k1.5's relative entropy to the old policy.
+    old_is_rollout: the old log-probs are the engine's, so the engine's are compared with those of the current policy.
     """
 
     clip_low: float = 0.2
@@ -233,14 +239,17 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenObjective:
-    """Per-token terms (0 where the mask is not set) and what is reported.
+    """Terms per token (0 where the mask is not set), and reported sums.
 
-    loss_T: policy loss, correction included. regularizer_T: kl_coefficient * KL (times its scale) -
-    entropy_coefficient * entropy; sum it and multiply by `Algorithm.regularizer_coefficient`. sample_losses_M: float64
-    [M], sum of loss_T per sample, with gradient: multiply by `Algorithm.coefficients`. sample_sums_M: by the names in
-    `algorithm.StepStats.sums`, float64 [M], detached: sums per sample of |loss_T| and |A|.
-    sums: detached float64 0-dim sums over the masked tokens: "tokens", "ratio", "clip_high", "clip_low", "dual_clip",
-    "entropy"; with reference log-probs "kl_ref"; with rollout log-probs "logprob_abs_diff", "mismatch_kl", "corrected".
+    loss_T: policy loss, correction included.
+    regularizer_T: kl_coefficient * KL (times its scale) - entropy_coefficient * entropy; the caller sums it and
+        multiplies by `Algorithm.regularizer_coefficient`.
+    sample_losses_M: float64 [M], sum of loss_T per sample, with gradient; the caller multiplies by
+        `Algorithm.coefficients`.
+    sample_sums_M: float64 [M], detached: sums per sample of |loss_T| and |A|, named as in `algorithm.StepStats.sums`.
+    sums: detached float64 0-dim sums over the tokens whose mask is set: "tokens", "ratio", "clip_high", "clip_low",
+        "dual_clip", "entropy"; with reference log-probs "kl_ref"; with rollout log-probs "logprob_abs_diff",
+        "mismatch_kl", "corrected".
     maxima: with rollout log-probs "logprob_abs_diff".
     """
 
@@ -267,23 +276,23 @@ def token_objective(
     kl_scales_T: Tensor | None = None,
     sample_reduce: SampleReduce | None = None,
 ) -> TokenObjective:
-    """Everything a micro-batch contributes, token by token.
+    """Compute everything that a micro-batch contributes, token by token.
 
     Args:
         logprobs_T: [T], current policy, with gradient.
         entropy_T: [T], or None for zeros (then entropy_coefficient must be 0).
-        old_logprobs_T: [T], or None for an on-policy step: the current ones, detached; the ratio is exactly 1.
-        rollout_logprobs_T: [T] of the engine; None is allowed for correction "none".
-        ref_logprobs_T: [T]; None is allowed for kl_coefficient 0.
+        old_logprobs_T: [T], or None for an on-policy step: the current log-probs, detached, so the ratio is exactly 1.
+        rollout_logprobs_T: [T], the engine's; may be None with correction "none".
+        ref_logprobs_T: [T]; may be None with kl_coefficient 0.
         advantages_T: [T], each token's own advantage, or its sample's.
         mask_T: [T], true (or 1) where the token is trained.
-        sample_T: int64 [T], sample of the token, 0..M-1 (anything where the mask is not set).
+        sample_T: int64 [T], sample of the token, 0..M-1 (any value where the mask is not set).
         num_samples: M.
-        settings: what is switched on.
-        kl_scales_T: [T], what each token's KL is multiplied by before it is averaged over all tokens; None: 1.
+        settings: the options.
+        kl_scales_T: [T], factor of each token's KL before it is averaged over all tokens; None: 1.
         sample_reduce: sums a float64 [M] tensor over the context-parallel ranks that share these samples; no gradient
-            passes through it (see `corrections.sequence_log_ratio`). Called by the trust regions "gspo" and
-            "mirror" and by sequence-level corrections.
+            passes through it (see `corrections.sequence_log_ratio`). Called with the trust regions "gspo" and "mirror",
+            and with sequence-level corrections.
 
     Returns:
         A TokenObjective.
@@ -296,7 +305,7 @@ def token_objective(
     _check_needed(settings, entropy_T, rollout_logprobs_T, ref_logprobs_T)
     kept_T = mask_T.bool()
     where = (kept_T, sample_T, num_samples)
-    # Selecting inputs, not outputs: a NaN that is multiplied by 0 later is still NaN in value and in gradient.
+    # Select inputs, not outputs: a NaN times 0 is still NaN, in value and in gradient.
     logprobs_T, advantages_T = _select(kept_T, logprobs_T), _select(kept_T, advantages_T.detach())
     entropies_T, old_T, rollout_T, reference_T = (None if x is None else _select(kept_T, x) for x in optional)
     old_T = logprobs_T.detach() if old_T is None else old_T.detach()
@@ -334,13 +343,13 @@ def token_objective(
 
 
 def _weighted(coefficient: float, term_T: Tensor) -> Tensor:
-    """Return a term times its coefficient. Without one no gradient goes back, not even zeros: those of the entropy
-    would cost the backward pass of the output layer one more product."""
+    """Return a term times its coefficient. With coefficient 0 the term is detached: a zero gradient of the entropy
+    would still cost the backward pass of the output layer one more product."""
     return coefficient * (term_T if coefficient else term_T.detach())
 
 
 def _select(kept_T: Tensor, values_T: Tensor) -> Tensor:
-    """Return the values of the masked tokens, 0 elsewhere."""
+    """Return the values where the mask is set, 0 elsewhere."""
     return torch.where(kept_T, values_T, 0)
 
 
@@ -351,7 +360,7 @@ def _ratio(
     where: tuple[Tensor, Tensor, int],
     sample_reduce: SampleReduce | None,
 ) -> Tensor:
-    """Return the importance ratio that the trust region looks at: the token's, or its sequence's (gspo)."""
+    """Return the importance ratio that the trust region uses: the token's, or its sequence's (gspo)."""
     match settings.trust_region:
         case "clip" | "sapo":
             return importance_ratio(logprobs_T, old_T)
@@ -359,12 +368,13 @@ def _ratio(
             log_ratio_T = sequence_log_ratio(logprobs_T, old_T, *where, sample_reduce)
             return importance_ratio(log_ratio_T, torch.zeros_like(old_T))
         case "cispo" | "mirror" | "reinforce":
-            # What multiplies the gradient of log pi there is bounded by itself, so it flows at every ratio.
+            # The factor of the gradient of log pi is bounded without the limit on the ratio, so the gradient flows at
+            # every ratio.
             return importance_ratio(logprobs_T, old_T).detach() * (logprobs_T - logprobs_T.detach()).exp()
 
 
 def _surrogate(settings: ObjectiveSettings, ratio_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the token losses, and where their gradient was taken away or bounded."""
+    """Return the token losses, and masks of the tokens whose gradient was removed or bounded."""
     nowhere_T = torch.zeros_like(ratio_T, dtype=torch.bool)
     unbounded = dict.fromkeys(("clip_high", "clip_low", "dual_clip"), nowhere_T)
     match settings.trust_region:
@@ -398,17 +408,17 @@ def _correction(
 
 
 def _mismatch(own_T: Tensor, rollout_T: Tensor) -> dict[str, Tensor]:
-    """How far the trainer's log-probs are from the engine's; the KL estimate is k3 of KL(rollout || trainer)."""
+    """Return how far the trainer's log-probs are from the engine's; the KL is KL(rollout || trainer), by k3."""
     return {"logprob_abs_diff": (own_T - rollout_T).abs(), "mismatch_kl": kl_terms(rollout_T, own_T, "k3")}
 
 
 def _masked_sum(values_T: Tensor, kept_T: Tensor) -> Tensor:
-    """Float64, so that the number of micro-batches does not show in the digits."""
+    """Return the sum in float64, so that its digits do not depend on the number of micro-batches."""
     return torch.where(kept_T, values_T.detach().to(torch.float64), 0.0).sum()
 
 
 def _masked_max(values_T: Tensor, kept_T: Tensor) -> Tensor:
-    """Return the largest of non-negative values; 0 without tokens."""
+    """Return the largest of the values, which are not negative; 0 if there are no tokens."""
     values_T = torch.where(kept_T, values_T.detach().to(torch.float64), 0.0)
     return values_T.max() if values_T.numel() else values_T.sum()
 

@@ -1,9 +1,9 @@
 """Fixed weights per pass rate: published rules that are a function of mu, and DGPO.
 
-As every algorithm (see `algorithm`): a group's advantage, times the rule's weight of its pass rate, averaged over the
-step's trained tokens (DGPO: those of groups with 0 < mu < 1). mu is always the share of right verdicts, never a mean of
-shaped rewards; with rewards of 0 and 1 that is the same. What is open in these papers, and what was chosen:
-docs/algorithms.md.
+Data flows as in every algorithm (see `algorithm`): a group's advantage, times the rule's weight of its pass rate,
+averaged over the step's trained tokens (DGPO: over those of groups with 0 < mu < 1). mu is always the share of right
+verdicts, never a mean of shaped rewards; with rewards of 0 and 1 both are the same. What these papers leave open, and
+what was chosen here, is in docs/algorithms.md.
 
 Shape letters: N samples, K rollouts per prompt, B = K + 1 bins.
 """
@@ -22,7 +22,7 @@ from megatron_daro.algo.algorithm import Algorithm, Common, StepTotals, constant
 
 
 def bernoulli_kl(mu: Tensor, target: float) -> Tensor:
-    """KL(Bernoulli(mu) || Bernoulli(target)) in nats, any shape; 0 log 0 is 0."""
+    """Return KL(Bernoulli(mu) || Bernoulli(target)) in nats, any shape; 0 log 0 is 0."""
     return torch.special.xlogy(mu, mu / target) + torch.special.xlogy(1 - mu, (1 - mu) / (1 - target))
 
 
@@ -33,11 +33,12 @@ class PassRateAlgorithm(Algorithm):
 
     @abstractmethod
     def weight(self, mu_B: Tensor) -> Tensor:
-        """Return the rule's weight of each pass rate, float64 [B]; what is not finite (a division by 0) counts 0."""
+        """Return the rule's weight of each pass rate, float64 [B]; weights that are not finite (division by 0) count as
+        0."""
 
     @property
     def pass_rate_weights(self) -> Tensor:
-        """float64 [K+1], the rule's weight of each pass rate."""
+        """The rule's weight of each pass rate, float64 [K+1]."""
         mu_B = torch.arange(self.rollouts_per_prompt + 1, dtype=torch.float64) / self.rollouts_per_prompt
         weights_B = self.weight(mu_B)
         return torch.where(torch.isfinite(weights_B), weights_B, 0.0)
@@ -48,7 +49,7 @@ class PassRateAlgorithm(Algorithm):
 
 
 class MaxRl(PassRateAlgorithm):
-    """MaxRL: A = (r - mu) / mu, 0 where none is right.
+    """MaxRL: A = (r - mu) / mu; 0 if no answer is right.
 
     Source: arXiv 2602.02710.
     """
@@ -113,13 +114,13 @@ class Dgpo(Algorithm):
     """DGPO: the centred reward over the group's mean absolute deviation, times a softmax over the step's questions.
 
     With rewards of 0 and 1 the deviation is 2 mu (1 - mu), so every question with both right and wrong answers has the
-    same sum of |A|. The weight of a question is V exp(-mu/T) / sum over the V such questions of the step, so they are 1
-    on average; the loss is the mean over the tokens of these questions.
+    same sum of |A|. The weight of a question is V exp(-mu/T) / sum of exp(-mu/T) over the V such questions of the step,
+    so the weights are 1 on average; the loss is the mean over the tokens of these questions.
 
-    The paper's deviation is that of the rewards (`deviation="rewards"`): with rewards of -1 and 1 it is twice the
-    verdicts', and with a length penalty it counts what the penalty adds.
+    The paper takes the deviation of the rewards (`deviation="rewards"`): with rewards of -1 and 1 it is twice that of
+    the verdicts, and a length penalty changes it.
 
-    Source: arXiv 2601.20614 with the authors' code (MathForge). The code adds 1e-4 to the deviation; here nothing.
+    Source: arXiv 2601.20614 with the authors' code (MathForge), without the 1e-4 that the code adds to the deviation.
     """
 
     name = "dgpo"
@@ -136,16 +137,17 @@ class Dgpo(Algorithm):
         """Take the options of `Algorithm`, and:
 
         Args:
-            temperature: T of the softmax over minus the pass rates, above 0; the larger, the more alike are the
-                questions' weights.
-            deviation: whose mean absolute deviation divides; rewards: the paper's, the same with rewards of 0 and 1 and
-                no penalty.
+            temperature: T of the softmax over minus the pass rates, above 0; the larger, the more alike the weights of
+                the questions.
+            deviation: what the mean absolute deviation in the divisor is taken of; rewards: as in the paper; verdicts:
+                the same with rewards of 0 and 1 and no penalty.
         """
         super().__init__(**common)
         self.temperature, self.deviation = number("temperature", temperature, 0.0, closed=False), deviation
 
     def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
-        """See `Algorithm.advantages`; the deviation of rewards divides here, that of verdicts in the coefficient."""
+        """See `Algorithm.advantages`. The deviation of rewards is divided by here, that of verdicts in
+        `bin_coefficients`."""
         advantages_N = super().advantages(rewards_N, group_ids_N)
         return (
             over_mean_deviation(advantages_N, rewards_N, group_ids_N) if self.deviation == "rewards" else advantages_N
@@ -155,7 +157,7 @@ class Dgpo(Algorithm):
         """See `Algorithm.bin_coefficients`."""
         mu_B = torch.arange(self.rollouts_per_prompt + 1, dtype=torch.float64) / self.rollouts_per_prompt
         inner_B = self._mixed(torch.arange(self.rollouts_per_prompt + 1))
-        # Rollouts in the place of questions: each has K, which cancels.
+        # Rollouts are counted instead of questions: each question has K of them, which cancels.
         counts_B = torch.where(inner_B, totals.rollouts_per_bin.to("cpu", torch.float64), 0.0)
         scores_B = torch.exp(-mu_B / self.temperature)
         mean_score = float((counts_B * scores_B).sum()) / max(float(counts_B.sum()), 1.0)

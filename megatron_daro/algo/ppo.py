@@ -1,10 +1,11 @@
-"""PPO with a critic: advantages per token from its values, what it shall say instead, and its loss.
+"""PPO with a critic: advantages per token from the critic's values, the critic's targets, and its loss.
 
 Columns of a batch (values, mask, rewards) -> generalized advantages over the model's own tokens -> the policy's
-advantages per token, and the critic's targets -> `value_losses`. What an environment wrote takes no time: the value
-after a token is that before the model's next own one. Refuses options out of range.
+advantages per token, and the critic's targets -> `value_losses`. Tokens that an environment wrote are skipped: the
+value after a token is the one before the model's next own token. Refuses options out of range.
 
-Shape letters: N samples, R their response tokens end to end, S own (trained) tokens of the sample with most, T tokens.
+Shape letters: N samples, R their response tokens end to end, S own (trained) tokens of the sample with the most, T
+tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class GaeOptions:
     whiten: bool
 
     def __post_init__(self) -> None:
-        """Raise AlgorithmError for what is out of range."""
+        """Raise AlgorithmError if an option is out of range."""
         for name in ("gamma", "gae_lambda", "critic_lambda"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
@@ -53,15 +54,15 @@ def generalized_advantages(
     lambda_N: Tensor,
     token_rewards_NS: Tensor | None = None,
 ) -> Tensor:
-    """Return sum over j of (gamma lambda)^j delta_{t+j}, delta_t = r_t + gamma V_{t+1} - V_t; r is 0 before the last
-    token but for rewards of tokens, and V is 0 after it.
+    """Return sum over j of (gamma lambda)^j delta_{t+j}, delta_t = r_t + gamma V_{t+1} - V_t. The reward r is that of
+    the sample at its last token, and 0 before, plus the rewards of tokens; V is 0 after the last token.
 
     Args:
         values_NS: float64 [N, S], of the state before each own token; not read after a sample's end.
         rewards_N: float64 [N]. lengths_N: int64 [N], own tokens of each sample. lambda_N: float64 [N].
-        goes_on_N: bool [N], samples whose last value stands for all that follows it: their last token has advantage 0
-            and neither their reward nor that token's own is read. token_rewards_NS: float64 [N, S], 0 after a sample's
-            end; None: 0.
+        goes_on_N: bool [N], samples whose last value stands for everything that would follow: their last token has
+            advantage 0, and neither their reward nor the last token's own reward is read.
+        token_rewards_NS: float64 [N, S], 0 after a sample's end; None: 0.
 
     Returns:
         float64 [N, S], 0 after a sample's end.
@@ -80,8 +81,8 @@ def generalized_advantages(
 
 
 def _discounted_sums(terms_NS: Tensor, factor_N: Tensor) -> Tensor:
-    """[N, S]: sum over j of factor^j term_{t+j}. Each round doubles the terms that are in, so that 32k tokens take 15
-    rounds and not 32k."""
+    """Return sum over j of factor^j term_{t+j}, [N, S]. Each round doubles the number of terms in the sums, so that 32k
+    tokens take 15 rounds and not 32k."""
     sums_NS, reach = terms_NS, 1
     while reach < terms_NS.shape[1]:
         later_NS = torch.nn.functional.pad(sums_NS[:, reach:], (0, reach))
@@ -93,13 +94,13 @@ def _discounted_sums(terms_NS: Tensor, factor_N: Tensor) -> Tensor:
 def value_losses(
     values_T: Tensor, old_values_T: Tensor, targets_T: Tensor, clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return half the squared error of each token, and which tokens the clip decides.
+    """Return half the squared error of each token, and for which tokens the clip determines it.
 
     Args:
-        values_T: of the critic as it is, differentiable. old_values_T: of the critic that the batch began with.
+        values_T: of the current critic, differentiable. old_values_T: of the critic with which the batch began.
         targets_T: see `Algorithm.value_targets`.
-        clip: a value that moves further than this from the old one has the error of where it had to stop, if that is
-            larger; None: no clip.
+        clip: most that a value may differ from the old one; beyond this the error of the clipped value counts, if it is
+            larger. None: no clip.
 
     Returns:
         losses_T, clipped_T (bool), both [T].
@@ -118,11 +119,11 @@ class Gae:
     """Advantages and targets of a step's samples."""
 
     def __init__(self, options: GaeOptions) -> None:
-        """Compute nothing."""
+        """Keep the options."""
         self._options = options
 
     def advantages(self, tokens: TokenColumns) -> Tensor:
-        """float64 [R], see `Algorithm.token_advantages`. Two sums over the step where they are whitened."""
+        """Return float64 [R], see `Algorithm.token_advantages`. Whitening calls `sum_over_step` twice."""
         options, own = self._options, _OwnTokens(tokens)
         lambda_N = torch.full_like(tokens.rewards_N, options.gae_lambda)
         if options.length_factor is not None:
@@ -134,7 +135,7 @@ class Gae:
         return torch.where(there_R, advantages_R, 0.0)
 
     def targets(self, tokens: TokenColumns) -> Tensor:
-        """float64 [R], see `Algorithm.value_targets`."""
+        """Return float64 [R], see `Algorithm.value_targets`."""
         options, own = self._options, _OwnTokens(tokens)
         given = options.gae_lambda if options.critic_lambda is None else options.critic_lambda
         raw_NS = self._raw(tokens, own, torch.full_like(tokens.rewards_N, given))
@@ -156,7 +157,7 @@ class Gae:
 
 
 class _OwnTokens:
-    """The trained tokens of each sample, one after the other from the row's start."""
+    """The trained tokens of each sample, one after another from the start of its row."""
 
     def __init__(self, tokens: TokenColumns) -> None:
         self._mask_R = tokens.mask_R
@@ -167,21 +168,21 @@ class _OwnTokens:
         self.last_NS = number_S == self.lengths_N[:, None] - 1
 
     def rows(self, values_R: Tensor) -> Tensor:
-        """[N, S], 0 after a sample's end."""
+        """Return a column as rows [N, S], 0 after a sample's end."""
         rows_NS = values_R.new_zeros(self._there_NS.shape)
         rows_NS[self._there_NS] = values_R[self._mask_R]
         return rows_NS
 
     def end_to_end(self, rows_NS: Tensor) -> Tensor:
-        """[R], 0 where the mask is not set."""
+        """Return rows as a column [R], 0 where the mask is not set."""
         values_R = rows_NS.new_zeros(len(self._mask_R))
         values_R[self._mask_R] = rows_NS[self._there_NS]
         return values_R
 
 
 def whitened(values_R: Tensor, there_R: Tensor, tokens: TokenColumns) -> Tensor:
-    """Return values less their mean, over their standard deviation (by n - 1, as TRL and verl have it); both are of the
-    whole step, over the tokens that are there."""
+    """Return the values less their mean, divided by their standard deviation (with n - 1, as in TRL and verl). Both are
+    taken over the tokens of the whole step where `there_R` is set."""
     kept_R = torch.where(there_R, values_R, 0.0)
     count, total = tokens.sum_over_step(torch.stack([there_R.sum().double(), kept_R.sum()])).tolist()
     centred_R = torch.where(there_R, values_R - total / max(count, 1.0), 0.0)
@@ -207,19 +208,20 @@ class WithCritic(Algorithm):
         whiten: bool = True,
         **options: Any,
     ) -> None:
-        """Take the options of the algorithm that has the critic, and:
+        """Take the options of the class that this one is mixed into, and:
 
         Args:
             gamma: discount of each own token, 0 to 1.
-            gae_lambda: 0 to 1; 1: an advantage is the return less the value; 0: the error of one token's value.
-            critic_lambda: the lambda of the critic's targets, 0 to 1 (VC-PPO: 1 with a smaller gae_lambda). Unset:
+            gae_lambda: lambda of the policy's advantages, 0 to 1; 1: an advantage is the return less the value; 0: the
+                error of one token's value.
+            critic_lambda: lambda of the critic's targets, 0 to 1 (VC-PPO: 1 with a smaller gae_lambda). Unset:
                 gae_lambda.
-            length_factor: VAPO's alpha, above 0: the policy's lambda is 1 - 1 / (alpha * own tokens), by answer. Unset:
-                gae_lambda.
-            bootstrap_truncated: an answer that the limit ended goes on as the critic expects: the value before its last
-                token stands for all that follows, so that token has advantage 0; false: it ended there, with its
-                reward.
-            whiten: advantages have mean 0 and variance 1 over the step's tokens.
+            length_factor: VAPO's alpha, above 0: the policy's lambda is 1 - 1 / (alpha * own tokens), for each answer.
+                Unset: gae_lambda.
+            bootstrap_truncated: true: an answer that was cut at the token limit is taken to go on as the critic
+                expects: the value before its last token stands for everything that follows, so that token has advantage
+                0. false: the answer ends there, with its reward.
+            whiten: scale advantages to mean 0 and variance 1 over the step's tokens.
         """
         super().__init__(**options)
         self._gae = Gae(
@@ -234,7 +236,7 @@ class WithCritic(Algorithm):
         )
 
     def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
-        """Return the rewards: what is expected of them is the critic's to say."""
+        """Return the rewards as they are: the critic gives the baseline."""
         wrong_N = ~torch.isfinite(rewards_N)
         if bool(wrong_N.any()):
             where = int(wrong_N.nonzero()[0])
@@ -253,8 +255,8 @@ class WithCritic(Algorithm):
 class Ppo(WithCritic):
     """PPO: advantages per token from a critic, in the mean over all trained tokens of the step.
 
-    Source: arXiv 1707.06347; without discount and lambda 1 as in Open-Reasoner-Zero, arXiv 2503.24290; a lambda of the
-    critic's own, VC-PPO, arXiv 2503.01491; lambda by length, VAPO, arXiv 2504.05118, section 4.2.
+    Source: arXiv 1707.06347; no discount and lambda 1 by default, as in Open-Reasoner-Zero, arXiv 2503.24290; another
+    lambda for the critic, VC-PPO, arXiv 2503.01491; lambda by length, VAPO, arXiv 2504.05118, section 4.2.
     """
 
     name = "ppo"

@@ -1,7 +1,7 @@
 """The clipped surrogate: the loss of one token.
 
-The actor's log-probs of the sampled tokens -> token losses -> weighted sums (weighting).
-Sums and denominators are the business of `weighting`.
+The actor's log-probs of the sampled tokens -> token losses -> weighted sums. Sums and denominators belong to
+`weighting`.
 
 Shapes: "..." is any common (broadcastable) shape.
 """
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from megatron_daro.errors import AlgorithmError
 
-# exp(20) = 4.9e8. Far beyond it, at exp(44), fp32 squares overflow; at exp(88) the ratio does too, and 0 * inf is NaN
-# in the backward pass.
+# exp(20) = 4.9e8. Far beyond, at exp(44), the square of a ratio overflows in fp32, and at exp(88) the ratio itself;
+# then 0 * inf is NaN in the backward pass.
 MAX_LOG_RATIO = 20.0
 
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """exp(logprobs - old_logprobs), the difference limited to +-20 so that neither value nor gradient is infinite.
+    """Return exp(logprobs - old_logprobs), with the difference limited to +-20 so that value and gradient are finite.
 
-    Beyond the limit the ratio is a constant: such a token has no gradient, also where A < 0 and the unlimited loss
-    would have one. A ratio of 4.9e8 says that the two log-probs are not of neighbouring policies, and its gradient
+    Beyond the limit the ratio is constant, so such a token has no gradient, even where A < 0 and the unlimited loss
+    would have one. A ratio of 4.9e8 means that the two log-probs are not from neighbouring policies, and its gradient
     would outweigh every other token of the step.
 
     Args:
@@ -41,13 +41,13 @@ def clipped_ratio_loss(
     clip_high: float = 0.28,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and at most dual_clip * |A| where A < 0.
+    """Return -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), but at most dual_clip * |A| where A < 0.
 
     Args:
         ratio: importance ratios, any shape.
         advantages: broadcastable to the ratio's shape.
         clip_low, clip_high: half-widths of the clip range below and above 1; 0 <= clip_low <= 1, clip_high >= 0.
-        dual_clip: bound c > 1 on the loss of tokens with A < 0, in units of |A|; None is off.
+        dual_clip: bound c > 1 on the loss of tokens with A < 0, in units of |A|; None: no bound.
 
     Returns:
         Losses, common shape.
@@ -76,16 +76,16 @@ def clipped_token_loss(
 ) -> Tensor:
     """Return the clipped surrogate loss of every token, to be minimised.
 
-    Homogeneous of degree one in the advantages. No gradient flows into `old_logprobs` or `advantages`.
+    The loss is homogeneous of degree one in the advantages. No gradient flows into `old_logprobs` or `advantages`.
 
     Args:
         logprobs: log-probs of the sampled tokens under the current policy (natural log), any shape.
-        old_logprobs: under the policy that took the rollouts' place in the ratio; broadcastable.
+        old_logprobs: their log-probs in the denominator of the ratio; broadcastable.
         advantages: broadcastable, for example [N, 1] against [N, S].
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         dual_clip: see `clipped_ratio_loss`.
         mask: broadcastable, true (or 1) where the token is trained. Elsewhere loss and gradient are 0, even if the
-            inputs are NaN there.
+            inputs are NaN.
 
     Returns:
         Token losses, common shape.
@@ -98,7 +98,7 @@ def clipped_token_loss(
     old_logprobs, advantages = old_logprobs.detach(), advantages.detach()
     if mask is not None:
         kept = mask.bool()
-        # Selecting the inputs, not the outputs: 0 * NaN would still be NaN in the gradient.
+        # Select the inputs, not the outputs: 0 * NaN would still be NaN in the gradient.
         logprobs, old_logprobs, advantages = (torch.where(kept, x, 0) for x in (logprobs, old_logprobs, advantages))
     return clipped_ratio_loss(importance_ratio(logprobs, old_logprobs), advantages, clip_low, clip_high, dual_clip)
 
@@ -110,9 +110,9 @@ def clip_fractions(
     clip_high: float = 0.28,
     dual_clip: float | None = None,
 ) -> dict[str, Tensor]:
-    """Where clipping took the gradient away, as indicator tensors; sum them and divide by the token count.
+    """Return masks of the tokens whose gradient clipping removed; their sum over the token count is the fraction.
 
-    A ratio above the range with A < 0 (or below it with A > 0) is not clipped: the minimum takes the unclipped term.
+    A ratio above the range with A < 0 (or below it with A > 0) is not clipped: the minimum is the unclipped term.
 
     Args:
         ratio: importance ratios; advantages: broadcastable; the rest as in `clipped_ratio_loss`.
@@ -132,7 +132,7 @@ def clip_fractions(
 
 
 def check_clip_range(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
-    """Raise AlgorithmError if the clip options have no meaning."""
+    """Raise AlgorithmError if a clip option is out of range."""
     if not 0 <= clip_low <= 1:
         raise AlgorithmError(f"clip_low: got {clip_low}, allowed is 0 to 1 (the range starts at 1 - clip_low)")
     if not clip_high >= 0:

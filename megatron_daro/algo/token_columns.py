@@ -1,8 +1,8 @@
-"""What an algorithm makes advantages per token of: columns over the response tokens of whole samples.
+"""Columns over the response tokens of whole samples, from which an algorithm makes advantages per token.
 
 Passes of the ranks (old log-probs, reference, ...) -> columns by name -> `Algorithm.token_advantages` on every rank ->
-one more column, which the loss reads. A context-parallel rank sees its samples whole here: the columns are cut into
-slices afterwards.
+one more column, which the loss reads. Here a context-parallel rank sees whole samples: the columns are cut into slices
+afterwards.
 
 Shape letters: N samples, R their response tokens end to end, S tokens of the longest response.
 """
@@ -16,22 +16,24 @@ import torch
 from torch import Tensor
 
 COLUMN_NAMES = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values")
-"""What `Algorithm.token_columns` may ask for: the engine's log-probs, and what a pass of the ranks computes: log-probs,
-and what a critic says before each token."""
+"""The columns that `Algorithm.token_columns` may name: the engine's log-probs, and results of passes of the ranks: old
+and reference log-probs, and a critic's value before each token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenColumns:
-    """One rank's samples of a step, whole, on the CPU. Every tensor-, context- and pipeline-parallel rank of a
-    data-parallel rank sees the same ones.
+    """The whole samples of one data-parallel rank in a step, on the CPU. All tensor-, context- and pipeline-parallel
+    ranks of that data-parallel rank see the same samples.
 
-    mask_R: bool, the trained tokens: what an environment wrote is not among them, anywhere in a response. columns: by
-    the names that the algorithm asked for, float64 [R], 0 where the mask is not set. lengths_N: int64, response tokens
-    (trained or not). rewards_N: float64, shaped. advantages_N: float64, what `Algorithm.advantages` gave. bins_N,
-    group_ids_N: int64. truncated_N: bool, answers that ended at the limit of tokens. sum_over_step: adds a float64
-    tensor up over the data-parallel ranks, so that means and deviations are of the whole optimizer step; every rank
-    must call it equally often, with one shape. token_rewards_R: float64 [R], what each trained token is rewarded with
-    beside the answer's reward, which is not among rewards_N; None: nothing.
+    mask_R: bool, the trained tokens; tokens that an environment wrote are never among them.
+    columns: float64 [R], by the names that the algorithm asked for; 0 where the mask is not set.
+    lengths_N: int64, response tokens (trained or not).
+    rewards_N: float64, shaped. advantages_N: float64, the result of `Algorithm.advantages`.
+    bins_N, group_ids_N: int64. truncated_N: bool, answers that ended at the token limit.
+    sum_over_step: sums a float64 tensor over the data-parallel ranks, so that means and deviations are those of the
+        whole optimizer step; every rank must call it equally often, with the same shapes.
+    token_rewards_R: float64 [R], each trained token's own reward, in addition to the answer's reward and not contained
+        in rewards_N; None: none.
     """
 
     mask_R: Tensor
@@ -46,13 +48,13 @@ class TokenColumns:
     token_rewards_R: Tensor | None = None
 
     def by_sample(self, values_R: Tensor) -> Tensor:
-        """Return a column as rows [N, S], one response each, 0 after its end: for what runs along the sequence."""
+        """Return a column as rows [N, S], one response each, 0 after its end, for sums along the sequence."""
         rows_NS = values_R.new_zeros(self._there().shape)
         rows_NS[self._there()] = values_R
         return rows_NS
 
     def end_to_end(self, rows_NS: Tensor) -> Tensor:
-        """Return the inverse of `by_sample`: [R]."""
+        """Return rows as a column [R]; the inverse of `by_sample`."""
         return rows_NS[self._there()]
 
     def per_token(self, values_N: Tensor) -> Tensor:
@@ -60,5 +62,5 @@ class TokenColumns:
         return values_N.repeat_interleave(self.lengths_N)
 
     def _there(self) -> Tensor:
-        """bool [N, S], where a response has a token."""
+        """Return where a response has a token, bool [N, S]."""
         return torch.arange(max(self.lengths_N.tolist(), default=0)) < self.lengths_N[:, None]

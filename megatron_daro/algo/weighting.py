@@ -1,9 +1,9 @@
-"""The table of algorithms, and how one is made by its name.
+"""The table of algorithms, and the function that makes one by its name.
 
 `algorithm.name` and its options -> one Algorithm in the driver (advantages, which groups are trained) and one on every
-rank (coefficients, learning; advantages of tokens, and with `kl.place: reward` of rollouts). Here stand GRPO, its
-relatives and DARO; what weighs by the pass rate alone is in `pass_rate_rules`, HA-DW in `histories`, PPO in `ppo`.
-Refuses names and options that do not exist.
+rank (coefficients, learning; advantages of tokens, and with `kl.place: reward` of rollouts). This file has GRPO, its
+relatives and DARO; algorithms that weight by the pass rate alone are in `pass_rate_rules`, HA-DW is in `histories`, PPO
+in `ppo`. Refuses names and options that do not exist.
 
 Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K.
 """
@@ -83,8 +83,8 @@ Denominator = Literal["batch", "prompt"]
 class Dapo(Algorithm):
     """Token mean over the groups with 0 < mu < 1; the others are filtered and replaced.
 
-    The mean is over the tokens of all of them ("batch", as the authors' code), or over prompts of the mean over the
-    tokens of each prompt's answers ("prompt", as printed).
+    `denominator` "batch" takes the mean over the tokens of all these groups, as the authors' code does; "prompt" takes
+    the mean over prompts of the mean over the tokens of each prompt's answers, as the paper prints it.
 
     Source: DAPO, arXiv 2503.14476, eq. 8.
     """
@@ -96,8 +96,8 @@ class Dapo(Algorithm):
         """Take the options of `Algorithm`, and:
 
         Args:
-            denominator: a mean over the step's tokens (the authors' code), or over prompts of the mean over a prompt's
-                tokens (eq. 8).
+            denominator: batch: mean over the step's tokens (as in the authors' code); prompt: mean over prompts of the
+                mean over a prompt's tokens (eq. 8).
         """
         super().__init__(**common)
         self.denominator = denominator
@@ -160,7 +160,8 @@ class Rloo(Grpo):
 
 
 class Kimi(Algorithm):
-    """Kimi k1.5's policy mirror descent: the reward less the group's mean, summed over tokens, a mean over rollouts.
+    """Kimi k1.5's policy mirror descent: the advantage is the reward less the group's mean; token losses are summed
+    over each rollout and averaged over rollouts.
 
     Source: arXiv 2501.12599, eq. 3.
     """
@@ -173,16 +174,16 @@ class Kimi(Algorithm):
         """Take the options of `Algorithm`, and:
 
         Args:
-            tau: weight of the relative entropy to the policy that the batch began with, above 0; read with several
-                optimizer steps per batch.
-            reset_optimizer: whether the optimizer's moments are zero again when a batch begins.
+            tau: weight of the relative entropy to the policy with which the batch began, above 0; it has an effect only
+                with several optimizer steps per batch.
+            reset_optimizer: whether the optimizer's moments are set to zero when a batch begins.
         """
         super().__init__(**common)
         self.tau, self.resets_optimizer = number("tau", tau, 0.0, closed=False), reset_optimizer
 
     @property
     def own_objective(self) -> Mapping[str, Any]:
-        """The other half of the method: the surrogate."""
+        """The surrogate, which is the other half of the method."""
         return {"trust_region": "mirror", "mirror_tau": self.tau}
 
     def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
@@ -191,7 +192,8 @@ class Kimi(Algorithm):
 
 
 class Daro(Algorithm):
-    """w_k / N_k with learnt difficulty weights, maybe of each environment; groups with mu of 0 or 1 are filtered."""
+    """w_k / N_k with learnt difficulty weights, optionally separate for each environment; groups with mu of 0 or 1 are
+    filtered."""
 
     name = "daro"
     dynamic_filter = True
@@ -225,7 +227,7 @@ class Daro(Algorithm):
         return ("environment", names) if names else super().classes
 
     def classes_of(self, samples: Samples) -> Tensor:
-        """See `Algorithm.classes_of`. Raises AlgorithmError: nobody says which environments they are of."""
+        """See `Algorithm.classes_of`. Raises AlgorithmError if the samples do not name their environments."""
         if not self.difficulty.environments:
             return super().classes_of(samples)
         if samples.environments_N is None:
@@ -236,7 +238,7 @@ class Daro(Algorithm):
         return samples.environments_N
 
     def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
-        """See `Algorithm.bin_coefficients`. Raises AlgorithmError: the weights are of environments too."""
+        """See `Algorithm.bin_coefficients`. Raises AlgorithmError if each environment has weights of its own."""
         return self._of_cells(Samples(bins_N, lengths_N, torch.zeros(len(bins_N))), totals)
 
     def coefficients(self, samples: Samples, totals: StepTotals) -> Tensor:
@@ -262,7 +264,7 @@ class Daro(Algorithm):
 
     @property
     def weights(self) -> Tensor:
-        """float64 [K+1], the mean over classes."""
+        """float64 [K+1], each the mean over classes."""
         return self.cell_weights.mean(dim=1)
 
     @property
@@ -276,19 +278,23 @@ class Daro(Algorithm):
         return self.difficulty.clamped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights' state beside the name."""
+        """Return the name and the state of the weights."""
         return {**super().state_dict(), "difficulty": self.difficulty.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for another algorithm, another K, weights of another form or of other environments, or
-        a torn state."""
+        """Take over a saved state.
+
+        Raises:
+            CheckpointError: it is of another algorithm or K, its weights have another form or are for other
+                environments, or it is torn.
+        """
         super().load_state_dict(state)
         self.difficulty.load_state_dict(state.get("difficulty") or {})
 
 
 class DaroPpo(WithCritic, Daro):
-    """PPO's advantages per token under DARO's weights, which are learnt from the losses of the bins as ever. Groups
-    with mu of 0 or 1 are filtered, for the critic too."""
+    """PPO's advantages per token, weighted with DARO's weights, which learn from the losses of the bins as in daro.
+    Groups with mu of 0 or 1 are filtered, so the critic does not train on them either."""
 
     name = "daro_ppo"
 
@@ -297,23 +303,23 @@ _TABLE: tuple[type[Algorithm], ...] = (Grpo, GrpoSequence, Dapo, LitePpo, DrGrpo
 _TABLE += (MaxRl, FGrpo, Mgpo, Dgpo, HaDw)
 
 ALGORITHMS: Mapping[str, type[Algorithm]] = {cls.name: cls for cls in _TABLE}
-"""Those that need nothing but rollouts and their log-probs."""
+"""Algorithms that need only rollouts and their log-probs."""
 WITH_CRITIC: Mapping[str, type[Algorithm]] = {cls.name: cls for cls in (Ppo, DaroPpo)}
-"""Those that need values too: not in other frameworks' loops."""
+"""Algorithms that need values as well; they cannot be used in other frameworks' loops."""
 
 
 def make_algorithm(
     name: str, *, daro: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None, **arguments: Any
 ) -> Algorithm:
-    """Return the algorithm of this name: the same call in the driver and on every rank.
+    """Return the algorithm of this name. The driver and every rank make the same call.
 
     Args:
         name: one of `ALGORITHMS` or `WITH_CRITIC`, or `module:Class`, a subclass of `Algorithm` that Python can import.
-        daro: further arguments of the constructor of `Daro` or a subclass. options: a user's further arguments of its
-            constructor. arguments: of its constructor.
+        daro: further arguments for the constructor of `Daro` or a subclass. options: further arguments for the
+            constructor, from the user. arguments: those that every algorithm takes (`Common`).
 
     Raises:
-        AlgorithmError: there is no such algorithm, or an option is unknown, out of range or given elsewhere.
+        AlgorithmError: there is no such algorithm, or an option is unknown, out of range or given twice.
     """
     cls = ALGORITHMS.get(name) or WITH_CRITIC.get(name) or _imported(name)
     for option, value in (options or {}).items():
@@ -335,7 +341,7 @@ def make_algorithm(
         return cls(**given)
     except TypeError as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown is None or unknown[1] not in given:  # of another call, perhaps, that the constructor makes
+        if unknown is None or unknown[1] not in given:  # perhaps from another call, inside the constructor
             text = f"options of algorithm {name}: {error}; allowed are those of {cls.__name__}"
             raise AlgorithmError(text) from error
         raise AlgorithmError(unknown_option(unknown[1], own)) from None
@@ -362,7 +368,7 @@ def _imported(name: str) -> type[Algorithm]:
 
 
 def _check_token_columns(name: str, cls: type[Algorithm]) -> None:
-    """Refuse advantages per token that would never be called, or of columns that nobody computes."""
+    """Refuse a class whose advantages per token would never be called, or need columns that nothing computes."""
     wanted, own = cls.token_columns, cls.token_advantages is not Algorithm.token_advantages
     if (wanted is not None) != own:
         lacking, there = ("token_columns", "token_advantages") if own else ("token_advantages", "token_columns")

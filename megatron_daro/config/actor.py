@@ -1,7 +1,7 @@
 """The `actor` section: layout, precision, memory and optimizer of the Megatron policy.
 
-Read by megatron_daro.actor. `actor.megatron` holds upstream's own names, which
-config/megatron_options.py looks at.
+Read by megatron_daro.actor. `actor.megatron` holds options under upstream's own names, which
+config/megatron_options.py checks.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ class OptimizerSection(Section):
 
 
 def resolved_expert_tensor(given: int | None, tensor: int, expert: int) -> int:
-    """Return ETP: as given, else whole experts where they are shared out (EP > 1), else cut as all layers are."""
+    """Return ETP: as given; else 1, whole experts, if they are shared out (EP > 1); else TP, as for all layers."""
     return given or (1 if expert > 1 else tensor)
 
 
 _FP8_TOKENS: Mapping[Fp8Recipe, int] = {"tensorwise": 32, "blockwise": 128, "mxfp8": 32}
-"""What the tokens of a matrix product in fp8 are padded to: 16 would do for tensorwise; blockwise with sequence
-parallelism needs whole blocks."""
+"""The multiple to which the tokens of a matrix product in fp8 are padded. For tensorwise 16 would be enough; blockwise
+with sequence parallelism needs whole blocks."""
 
 
 def pack_multiples(tensor: int, context: int, sequence_parallel: bool, fp8: Fp8Recipe | None = None) -> tuple[int, int]:
-    """Return the (sequence_multiple, total_multiple) in tokens that a layout asks of `data.packing.pack`.
+    """Return the (sequence_multiple, total_multiple) in tokens that a layout needs from `data.packing.pack`.
 
-    CP > 1 cuts every sequence into 2 CP chunks. The second is of the whole pack, which context-parallel ranks share,
-    and with sequence parallelism tensor-parallel ones; with fp8 the part of each is a multiple of its own.
+    CP > 1 cuts every sequence into 2 CP chunks. The total multiple is that of the whole pack, which is divided over the
+    context-parallel ranks, and with sequence parallelism over the tensor-parallel ranks too; with fp8 each rank's part
+    must itself be a multiple of `_FP8_TOKENS`.
 
     Args:
-        tensor, context: ranks. sequence_parallel: whether it is on. fp8: its recipe; None: without.
+        tensor, context: ranks. sequence_parallel: whether it is on. fp8: the recipe; None: no fp8.
     """
     sequence_multiple = 2 * context if context > 1 else 1
     parts = context * (tensor if sequence_parallel else 1)
@@ -65,64 +66,66 @@ def pack_multiples(tensor: int, context: int, sequence_parallel: bool, fp8: Fp8R
 
 
 LOGPROB_TILES: Mapping[str, tuple[int, int]] = {"cpu": (1024, 2048), "gpu": (4096, 8192)}
-"""Tokens and columns of a tile of fp32 logits where none are named. CPU: 8 MiB, which stay in a last-level cache. GPU:
-128 MiB, cut so that little of the gradients' fp32 sums is moved, which are read and written once per tile:
+"""Default tokens and columns of a tile of fp32 logits. CPU: 8 MiB, which fit into a last-level cache. GPU: 128 MiB,
+shaped to move few of the fp32 gradient sums, which are read and written once per tile:
 (V / columns) * T * D + (T / tokens) * V * D numbers for T tokens, V columns and D hidden numbers."""
 KEPT_LOGITS_BYTES = 2**26
-"""Logits of one call that a CPU keeps from forward to backward at most; a GPU keeps none."""
+"""Most bytes of logits that a CPU keeps per call from forward to backward; a GPU keeps none."""
 
 
 class ActorSection(Section):
     """The policy under training."""
 
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that share each layer (TP). Divides the attention heads; divides the key-value heads or is a
-    multiple."""
+    """Ranks that share each layer (TP). Divides the number of attention heads; divides the number of key-value heads or
+    is a multiple of it."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Pipeline stages (PP). Divides the layers, unless `megatron` sets those of the first or last stage."""
+    """Pipeline stages (PP). Divides the number of layers, unless `megatron` sets the layers of the first or last
+    stage."""
     virtual_pipeline_parallel: int = Field(default=1, ge=1)
-    """Virtual stages per pipeline stage (VPP). Divides the layers of every stage."""
+    """Virtual stages per pipeline stage (VPP). Divides the number of layers of every stage."""
     context_parallel: int = Field(default=1, ge=1)
     """Ranks that share each sequence (CP)."""
     data_parallel: int = Field(default=1, ge=1)
     """Replicas of the model (DP). World size = TP * PP * CP * DP."""
     expert_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the experts of a layer (EP), out of TP, CP and DP. Divides the experts."""
+    """Ranks that share out the experts of a layer (EP), taken from TP, CP and DP. Divides the number of experts."""
     expert_tensor_parallel: int | None = Field(default=None, ge=1)
     """Ranks that share each expert (ETP). Unset: 1 with EP > 1, else TP."""
     sequence_parallel: bool | None = None
     """Shard activations over the tensor-parallel ranks. Unset: on with TP > 1."""
     precision: Literal["fp32", "bf16", "fp8"] = "bf16"
-    """fp8: the layers' matrix products only, the rest bf16. Optimizer state and gradients are always fp32."""
+    """fp8: only the layers' matrix products are in fp8, the rest is in bf16. Optimizer state and gradients are in fp32
+    with each."""
     fp8_recipe: Fp8Recipe = "tensorwise"
-    """fp8 scales: per matrix; per 128 x 128 weights; or per 32 numbers (Blackwell)."""
+    """What shares an fp8 scale. tensorwise: a matrix; blockwise: 128 x 128 weights; mxfp8: 32 numbers (Blackwell)."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """hybrid: e4m3 forward, e5m2 for gradients; e4m3: both in e4m3."""
     num_layers_at_start_in_bf16: int = Field(default=0, ge=0)
-    """With fp8: first layers that stay in bf16."""
+    """With fp8: number of first layers that stay in bf16."""
     num_layers_at_end_in_bf16: int = Field(default=0, ge=0)
-    """With fp8: last layers that stay in bf16."""
+    """With fp8: number of last layers that stay in bf16."""
     recompute: Literal["none", "full"] = "none"
     """full: recompute each layer in the backward pass."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens of a replica's packed micro-batch; >= the longest prompt plus response."""
+    """Most tokens of a replica's packed micro-batch; at least the longest prompt plus response."""
     logprob_chunk_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of the one tile of logits that exists at a time (of 2,048 columns on a CPU, 8,192 on a GPU). Unset: 1,024
-    on a CPU, which keeps up to 64 MiB of logits for the backward pass, 4,096 on a GPU."""
+    """Tokens per tile of logits, of which one exists at a time (with 2,048 columns on a CPU, 8,192 on a GPU). Unset:
+    1,024 on a CPU, which also keeps up to 64 MiB of logits for the backward pass; 4,096 on a GPU."""
     logprob_kernel: Literal["auto", "torch", "triton"] = "auto"
-    """triton: logits stay in the kernel that computes them. auto: so in bf16 on a GPU; on an H200 it is the faster one
-    in bf16, and the slower one in fp32."""
+    """torch: logits are written to memory, tile by tile; triton: they never leave the kernel that computes them; auto:
+    triton in bf16 on a GPU if it is installed, else torch (on an H200 triton is faster in bf16 and slower in fp32)."""
     routing_replay: bool = False
     """Train with the experts that the SGLang server chose for each token (R3)."""
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer and schedule."""
     megatron: dict[str, Any] = {}
-    """Fields of Megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. Unknown,
-    contradicting or ignored ones are refused."""
+    """Fields of Megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig, by name. Fields
+    that are unknown, contradict other options or would be ignored are refused."""
 
     @property
     def expert_group_size(self) -> int:
-        """Ranks that hold all experts of a layer between them: ETP * EP."""
+        """Ranks that together hold all experts of a layer: ETP * EP."""
         return self.expert_parallel * self.expert_tensor_size
 
     @property
@@ -137,7 +140,7 @@ class ActorSection(Section):
 
     @property
     def dtype(self) -> Literal["fp32", "bf16"]:
-        """Type of parameters and activations; fp8 is what the products of layers are computed in, from these."""
+        """Type of parameters and activations. With fp8 it is bf16: only the layers' products are computed in fp8."""
         return "fp32" if self.precision == "fp32" else "bf16"
 
     @property

@@ -1,7 +1,7 @@
 """The `algorithm` section: which loss, how advantages are made, corrections, shaping, and DARO's weights.
 
-Read by algo (through the actor and the batch builder). Holds numbers and names only; the
-mathematics is in megatron_daro.algo, which this file cannot import because it is torch-free.
+Read by algo (through the actor and the batch builder). Holds numbers and names only; the mathematics is in
+megatron_daro.algo, which cannot be imported here because config/ does without torch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megatron_daro.config.base import Decay, ExpandedPath, OneOf, Section, Serve
 class Traits:
     """What an algorithm of the package means for other options.
 
-    critic: it trains one, by section `critic`.
-    difficulty_weights: it learns DARO's, by section `daro`.
-    own_surrogate: its loss of a token is its own, and no trust region is chosen.
+    critic: it trains a critic, with the options of section `critic`.
+    difficulty_weights: it learns DARO's weights, with the options of section `daro`.
+    own_surrogate: it has a token loss of its own, so `trust_region` must not be set.
     """
 
     critic: bool = False
@@ -38,7 +38,7 @@ READ_BY_REGION: Mapping[str, frozenset[str]] = {
     "sapo": frozenset({"sapo"}),
     "reinforce": frozenset(),
 }
-"""By `trust_region`: the options, of those that are for one, which it reads."""
+"""`trust_region` -> which of the options for trust regions it reads."""
 
 ALGORITHMS: Mapping[str, Traits] = {
     "grpo": Traits(),
@@ -57,39 +57,44 @@ ALGORITHMS: Mapping[str, Traits] = {
     "ppo": Traits(critic=True),
     "daro_ppo": Traits(critic=True, difficulty_weights=True),
 }
-"""Those of megatron_daro.algo.weighting, in its order; a test compares them with its classes."""
+"""The algorithms of megatron_daro.algo.weighting, in the order there; a test compares them with its classes."""
 
 
 PASSES = ("old_logprobs", "ref_logprobs", "values")
-"""Passes over a batch before its first optimizer step, in order, by the column of response tokens that each gives."""
+"""Passes over a batch before its first optimizer step, in order; each is named by the column of response tokens that it
+computes."""
 
 
 class KlSection(Section):
-    """KL term towards the initial policy."""
+    """KL term that holds the policy near the initial one."""
 
     coefficient: float = Field(default=0.0, ge=0, le=1000)
-    """Factor of the KL term. 0: no term, and no reference log-probs unless token_columns has them."""
+    """Factor of the KL term. 0: no term, and no pass for reference log-probs, unless an algorithm of your own names
+    them in token_columns."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
+    """k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r, with r = reference / policy."""
     place: Literal["loss", "reward", "token_reward"] = "loss"
-    """loss: a term of the loss; reward: its sum over an answer is taken from the answer's reward; token_reward: each
-    token's is that token's own reward, with its sign turned (with a critic)."""
+    """loss: a term of the loss; reward: the sum over an answer's tokens is subtracted from the answer's reward;
+    token_reward: minus the KL term is each token's own reward (needs a critic)."""
     mean: Literal["tokens", "rollouts"] = "tokens"
-    """In the loss: a mean over the step's tokens, or over rollouts of the mean over their tokens (DeepSeekMath's)."""
+    """With place loss. tokens: mean over the step's tokens; rollouts: mean over rollouts of the mean over the tokens of
+    each (as in DeepSeekMath)."""
 
     @property
     def in_reward(self) -> bool:
-        """Whether rewards, of answers or of tokens, are reduced by it."""
+        """Whether the KL term is subtracted from rewards, of answers or of tokens."""
         return self.coefficient > 0 and self.place != "loss"
 
 
 class CorrectionSection(Section):
-    """Importance correction between the engine that sampled and the policy that trains."""
+    """Importance correction between the engine that sampled and the policy that trains. The ratio is the probability
+    under the old policy over that under the engine."""
 
     kind: Literal["none", "tis", "mis"] = "none"
-    """none; tis: times the truncated ratio; mis: times the ratio, without what is outside [low, high]."""
+    """none: no correction; tis: a token's loss is multiplied by the ratio, at most cap; mis: it is multiplied by the
+    ratio, and is 0 where the ratio is outside [low, high]."""
     level: Literal["token", "sequence"] = "token"
-    """Per token, or per rollout (sequence: with all of its contexts)."""
+    """What has a ratio. token: each token; sequence: each rollout as a whole, with all of its contexts."""
     cap: float = Field(default=2.0, ge=1e-6, le=1e6)
     """tis: upper bound of the ratio."""
     low: float = Field(default=0.5, ge=0, le=1e6)
@@ -99,12 +104,12 @@ class CorrectionSection(Section):
 
 
 class SapoSection(Section):
-    """SAPO's soft gate in the place of a clip: its slope falls smoothly away from ratio 1."""
+    """SAPO's soft gate in place of a clip: its slope falls smoothly on both sides of ratio 1."""
 
     positive: float = Field(default=1.0, ge=1e-3, le=1e3)
-    """Temperature for positive advantages: the larger, the narrower."""
+    """Temperature for positive advantages: the larger, the narrower the gate."""
     negative: float = Field(default=1.05, ge=1e-3, le=1e3)
-    """Temperature for the others."""
+    """Temperature for all other advantages."""
 
 
 Overlong = Literal["none", "penalty", "filter", "both"]
@@ -114,41 +119,47 @@ class OverlongSection(Section):
     """What happens to answers that are too long (DAPO, which uses both)."""
 
     kind: Overlong = "none"
-    """none; penalty: soft reward penalty; filter: truncated rollouts leave the loss but count in the pass rate."""
+    """none: nothing; penalty: a soft penalty on the reward; filter: truncated rollouts leave the loss, but still count
+    in the pass rate; both: penalty and filter."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """penalty: generated tokens of a response from which the penalty is -1. Unset: rollout.max_response_tokens."""
+    """penalty: length of a response, in generated tokens, from which the penalty is -1. Unset:
+    rollout.max_response_tokens."""
     cache_tokens: int | None = Field(default=None, ge=1)
-    """penalty: width of the zone below max_tokens, tokens. Unset: a fifth of max_tokens."""
+    """penalty: width in tokens of the zone below max_tokens in which the penalty falls from 0 to -1. Unset: a fifth of
+    max_tokens."""
 
     @property
     def penalizes(self) -> bool:
-        """Whether rewards are less for long answers."""
+        """Whether long answers get a lower reward."""
         return self.kind in ("penalty", "both")
 
 
 class DaroSection(Section):
-    """DARO's learnable weight per pass-rate bin."""
+    """DARO's learnable weights, one per pass-rate bin."""
 
     learning_rate: float = Field(default=0.01, ge=1e-12, le=100)
     """Adam learning rate of the weights. Not read with half_life."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Adam decay rates of the weights. Not read with half_life."""
     parameter: Literal["log", "linear"] = "log"
-    """What Adam moves: s = ln w (positive by construction), or w itself."""
+    """What Adam moves. log: s = ln w, so that w is always positive; linear: w itself."""
     magnitude: Literal["abs", "signed", "token", "advantage"] = "abs"
-    """Measured size of a bin: |L_k|, L_k, mean |token loss|, or mean |advantage|."""
+    """Measured size of a bin, whose loss is L_k. abs: |L_k|; signed: L_k; token: mean |token loss|; advantage: mean
+    |advantage|."""
     half_life: float | None = Field(default=None, ge=1e-3, le=1e6)
-    """Weights are the inverse of a moving average of the measure with this half-life, steps. Unset: Adam."""
+    """Each weight is the inverse of a moving average of its bin's magnitude, with this half-life in steps. Unset: Adam
+    moves the weights."""
     normalizer: Literal["bin", "batch", "shared"] = "bin"
-    """bin: a bin's loss over its own tokens; batch: over the tokens of all bins 0 < k < K; shared: weights learn as
-    with bin, the policy's loss is divided as with batch."""
+    """What a bin's summed loss is divided by. bin: the bin's own tokens; batch: the tokens of all bins 0 < k < K;
+    shared: as bin for learning the weights, as batch in the policy's loss."""
     scale: Literal["sum", "mean"] = "sum"
-    """Sum over bins, or mean over the bins present."""
+    """sum: the loss is the sum over bins; mean: the mean over the bins that are present."""
     weights_by: Literal["pass_rate", "environment_pass_rate"] = "pass_rate"
-    """A weight for each pass rate, or for each pass rate of each of `environments`."""
+    """pass_rate: one weight for each pass rate; environment_pass_rate: one for each pass rate in each environment of
+    `environments`."""
     clamp: tuple[float, float] = (0.1, 10.0)
-    """Bounds of a weight; 0 < lower <= 1 <= upper, because weights start at 1. 10 binds where right and wrong
-    answers are about equally long: wrong ones up to 1.2 to 1.4 times as long, by pass rate."""
+    """Bounds of a weight; 0 < lower <= 1 <= upper, because weights start at 1. A weight reaches 10 where right and
+    wrong answers are about equally long (wrong ones up to 1.2 to 1.4 times as long, depending on the pass rate)."""
 
 
 class LengthRewardSection(Section):
@@ -156,9 +167,9 @@ class LengthRewardSection(Section):
     longest, never above 0 for a wrong one."""
 
     weight: float = Field(default=0.0, ge=0, le=1000)
-    """Factor; 0: off."""
+    """Factor of this reward; 0: off."""
     start_step: int = Field(default=0, ge=0)
-    """Optimizer steps before it begins."""
+    """Number of optimizer steps before it begins."""
 
     def weight_at(self, step: int) -> float:
         """Return the factor at an optimizer step (1, 2, ...)."""
@@ -166,61 +177,62 @@ class LengthRewardSection(Section):
 
 
 class CriticSection(Section):
-    """The critic: a second model on the policy's ranks. Read by algorithms with values (ppo)."""
+    """The critic: a second model on the policy's ranks. Read by algorithms that use its values (ppo, daro_ppo)."""
 
     path: ExpandedPath | None = None
-    """Hugging Face checkpoint that it starts from, of any supported shape, with the policy's tokenizer. Unset: the
-    policy's."""
+    """Hugging Face checkpoint to start from, of any supported shape, with the policy's tokenizer. Unset: the policy's
+    checkpoint."""
     learning_rate: float = Field(default=5e-6, ge=1e-12, le=10)
-    """Peak learning rate; the rest of its optimizer is actor.optimizer."""
+    """Peak learning rate; options of the optimizer that are not here are those of actor.optimizer."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
     grad_clip: float = Field(default=1.0, ge=0, le=1e9)
     """Largest global gradient norm; 0: no clipping."""
     value_clip: float | None = Field(default=None, gt=0, le=1e9)
-    """How far a value may move from that of the batch's beginning, in the loss. Unset: no clip."""
+    """How far a value may move in the loss from what it was when the batch began. Unset: no clip."""
     pretrain_steps: int = Field(default=0, ge=0)
-    """First optimizer steps of the run in which the critic alone is trained."""
+    """Number of optimizer steps, at the start of the run, in which only the critic is trained."""
     offload: bool = False
     """Policy and critic take turns on the GPUs: while one computes, the other's weights, gradients and optimizer state
-    are in host memory. Same numbers, memory of one model."""
+    are in host memory. The results are the same, and the GPUs need memory for only one model."""
 
     def optimizer_of(self, policy: OptimizerSection) -> OptimizerSection:
-        """Return the critic's optimizer: the policy's but for what stands here."""
+        """Return the critic's optimizer: the policy's, with the options of this section in place."""
         own = {name: getattr(self, name) for name in ("learning_rate", "warmup_steps", "grad_clip")}
         return policy.model_copy(update=own)
 
 
 class DistillSection(Section):
-    """On-policy distillation from a teacher on SGLang servers: a token's advantage falls by how much likelier it is for
-    the policy than for the teacher, the reverse KL divergence token by token (Thinking Machines, October 2025)."""
+    """On-policy distillation from a teacher on SGLang servers: the more probable a token is under the policy than under
+    the teacher, the lower its advantage (reverse KL divergence per token; Thinking Machines, October 2025)."""
 
     urls: Servers = ()
     """Servers of one teacher that has the policy's tokenizer, as http://host:port. Empty: no distillation."""
     coefficient: float = Field(default=1.0, ge=0, le=1000)
     """Factor of log p(teacher) - log p(policy) in a token's advantage."""
     reward_weight: float = Field(default=0.0, ge=0, le=1000)
-    """Factor of the algorithm's own advantage, which is added; 0: the teacher alone."""
+    """Factor of the algorithm's own advantage, which is added to it; 0: only the teacher counts."""
 
 
 class AlgorithmSection(Section):
     """The loss."""
 
     name: Annotated[str, OneOf(tuple(ALGORITHMS))] = "daro"
-    """Advantage, filter and weighting of the token losses; module:Class: a subclass of
-    megatron_daro.algo.weighting.Algorithm."""
+    """The algorithm: advantage, filter, and weighting of the token losses (docs/algorithms.md). module:Class: a
+    subclass of megatron_daro.algo.weighting.Algorithm of your own."""
     options: dict[str, Any] = {}
-    """Options of this algorithm, or of your own: keyword arguments of its constructor, which judges them."""
+    """Options of this algorithm: keyword arguments of its constructor, which checks them."""
     std: Literal["auto", "population", "sample", "batch", "none"] = "auto"
-    """Divisor of the advantage: standard deviation of the group (population, sample) or of all of the optimizer step
-    (batch), or none; auto: the algorithm's."""
+    """Divisor of the advantage: the standard deviation over the group (population, sample) or over the whole optimizer
+    step (batch), or none. auto: the algorithm's default."""
     filter: Literal["auto", "none", "pass_rate"] = "auto"
-    """pass_rate: keep groups with 0 < pass rate < 1 and refill the batch; auto: the algorithm's."""
+    """none: train all groups; pass_rate: keep only groups with 0 < pass rate < 1, and refill the batch; auto: the
+    algorithm's default."""
     trust_region: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = "clip"
-    """clip: PPO's clipped ratio; gspo: the same with one ratio per rollout; cispo: the ratio as a constant weight,
-    at most 1 + clip_high; sapo: a soft gate; reinforce: no ratio, no clip."""
+    """clip: PPO's clipped ratio; gspo: the same with one ratio per rollout; cispo: the ratio, at most 1 + clip_high, as
+    a weight without gradient; sapo: a soft gate; reinforce: no ratio, no clip."""
     sapo: SapoSection = SapoSection()
-    """SAPO; read when trust_region is sapo."""
+    """SAPO's options; read with trust_region sapo."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio is clipped below at 1 - clip_low (clip, gspo)."""
     clip_high: float = Field(default=0.28, ge=1e-6, le=1e6)
@@ -230,8 +242,9 @@ class AlgorithmSection(Section):
     entropy_coefficient: float = Field(default=0.0, ge=0, le=100)
     """Factor of the entropy bonus."""
     old_logprobs: Literal["auto", "forward", "recompute", "rollout"] = "auto"
-    """Denominator of the ratio. forward: the train pass's detached values (one optimizer step per batch); recompute: an
-    extra pass; rollout: the engine's; auto: forward with one optimizer step per batch, else recompute."""
+    """Log-probs in the denominator of the ratio. forward: those of the training pass, detached (only with one optimizer
+    step per batch); recompute: those of an extra pass; rollout: the engine's; auto: forward with one optimizer step per
+    batch, else recompute."""
     kl: KlSection = KlSection()
     """KL term."""
     correction: CorrectionSection = CorrectionSection()
@@ -239,27 +252,28 @@ class AlgorithmSection(Section):
     overlong: OverlongSection = OverlongSection()
     """Overlong answers."""
     repetition_penalty: float = Field(default=0.0, ge=0, le=1000)
-    """Taken from the reward of an answer that ended at rollout.repetition."""
+    """Subtracted from the reward of an answer that was ended by rollout.repetition."""
     length_reward: LengthRewardSection = LengthRewardSection()
     """Reward for short answers."""
     daro: DaroSection = DaroSection()
-    """DARO's weights; read by daro, daro_ppo and subclasses of Daro, whose constructors get what is set here."""
+    """DARO's weights; read by daro and daro_ppo. A subclass of Daro gets the options that are set here."""
     critic: CriticSection = CriticSection()
     """The critic; read by algorithms that have one."""
     distill: DistillSection = DistillSection()
     """On-policy distillation."""
     turn_rewards: bool = False
     """Advantages by turn of a conversation (DeepSeekMath's process supervision): each turn's reward is normalised over
-    all turns of the group; a token's advantage is the sum of those of its turn and of later ones."""
+    all turns of the group; a token's advantage is the sum of the normalised rewards of its turn and of all later
+    turns."""
 
     @property
     def traits(self) -> Traits | None:
-        """What this algorithm means for other options; None for one of your own, whose class says it."""
+        """What this algorithm means for other options; None for an algorithm of your own, whose class says it."""
         return ALGORITHMS.get(self.name)
 
     @property
     def shapes_rewards(self) -> bool:
-        """Whether rewards of training are others than the verdicts' (data/advantages.py, actor/advantages.py)."""
+        """Whether training uses other rewards than those of the verdicts (data/advantages.py, actor/advantages.py)."""
         lengths = self.overlong.penalizes or self.length_reward.weight > 0
         return lengths or self.repetition_penalty > 0 or self.kl.in_reward
 
@@ -269,10 +283,10 @@ class AlgorithmSection(Section):
         return self.traits is not None and self.traits.critic
 
     def passes(self, columns: Collection[str] = ()) -> tuple[str, ...]:
-        """Return those of PASSES that the ranks make.
+        """Return which of PASSES the ranks must make.
 
         Args:
-            columns: what the algorithm makes advantages of, per token.
+            columns: columns per token from which the algorithm makes advantages (`Algorithm.token_columns`).
         """
         wanted = "old_logprobs" in columns or self.kl.in_reward
         old = self.old_logprobs != "rollout" and (self.old_logprobs == "recompute" or wanted)
@@ -286,7 +300,8 @@ class AlgorithmSection(Section):
         """Return the keyword arguments of megatron_daro.algo.weighting.make_algorithm for this run.
 
         Args:
-            rollouts_per_prompt: K. max_response_tokens: the longest response allowed. environments: names of several.
+            rollouts_per_prompt: K. max_response_tokens: the longest response allowed. environments: their names, if the
+                run has several.
         """
         learnt = self.traits is not None and self.traits.difficulty_weights
         names = type(self.daro).model_fields if learnt else changed(self.daro)

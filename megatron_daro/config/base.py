@@ -1,6 +1,6 @@
 """What every section of the configuration has in common.
 
-YAML -> loading -> these frozen records -> the component that owns the section. Refuses unknown keys, writes after
+YAML -> loading -> frozen sections -> the component that each belongs to. Refuses unknown keys, writes after
 construction, infinities and NaN.
 """
 
@@ -33,7 +33,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 _LARGEST_INTEGER = 2**31 - 1
 _FLOATS = (1e-30, 1e30)
 OUT_OF_RANGE = "out_of_range"
-"""Pydantic's type of an error that says itself what is allowed."""
+"""Type of pydantic errors whose message is the text of what is allowed."""
 
 
 def _named(value: object) -> object:
@@ -66,7 +66,7 @@ def _greedy_or_warm(value: float) -> float:
 
 _LEAST_TEMPERATURE = 1e-3
 Temperature = Annotated[float, AfterValidator(_greedy_or_warm)]
-"""Of sampling."""
+"""A sampling temperature."""
 
 
 def _with_port(url: str) -> str:
@@ -91,18 +91,18 @@ Servers = Annotated[
 ]
 """Addresses of servers."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-"""What generators of 64 bits take."""
+"""A seed for 64-bit random generators."""
 
 
 class Section(BaseModel):
-    """A frozen group of options. The string under a field documents it; its default stands on the field only."""
+    """A frozen group of options. The string under a field documents it; its default is given only at the field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     @field_validator("*", mode="after")
     @classmethod
     def _refuse_senseless_numbers(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse what no field means, whatever its own range: numbers that C or fp32 cannot hold later."""
+        """Refuse numbers that C or fp32 could not hold later, whatever the field's own range."""
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and abs(number) > _LARGEST_INTEGER and "seed" not in str(info.field_name):
                 raise PydanticCustomError(OUT_OF_RANGE, "integers below 2^31")
@@ -117,17 +117,17 @@ def changed(section: Section) -> list[str]:
 
 
 def filled(value: T | None) -> T:
-    """Return the value of a field that may be left open in a file, and that loading has filled in by now."""
+    """Return the value of a field that a file may leave unset, and that loading has filled in by now."""
     assert value is not None, "config.loading fills in what a file leaves open; make a Config with `resolve`"
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Allows these names, and `module:Class` for what a user brings along; stands in `Annotated[str, ...]`.
+    """Allows these names, and `module:Class` for a user's own class; used in `Annotated[str, ...]`.
 
-    package: one whose tasksets may be named too, `package:TASKSET`, by the rules of its hub. own: what a user may
-    bring along.
+    package: a package whose tasksets are allowed too, as `package:TASKSET`, in the form of its hub. own: what messages
+    call a user's own class or function.
     """
 
     names: tuple[str, ...]
@@ -136,7 +136,7 @@ class OneOf:
 
     @property
     def words(self) -> str:
-        """What is allowed."""
+        """What is allowed, in words."""
         tasksets = (f"{self.package}:TASKSET",) if self.package else ()
         return f"one of {', '.join((*self.names, *tasksets))}, or {self.own} of your own"
 

@@ -1,7 +1,7 @@
-"""Every check of a configuration against itself, its files and the hardware, and what each found.
+"""The checks of a configuration against itself, its files and the hardware.
 
-They run after validation and before placement. Each looks at one subject; all are run and all problems are reported
-together. The rules themselves are in rules/.
+They run after validation and before placement. Each check looks at one subject; all checks are run, and all problems
+are reported together. The rules themselves are in rules/.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_daro.config.sections import Config
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """passed: (subject, what was found) of each check without problems; warnings and problems as found."""
+    """passed: (subject, what was found) of each check without problems. warnings, problems: those of all checks."""
 
     passed: tuple[tuple[str, str], ...]
     warnings: tuple[Problem, ...]
@@ -32,7 +32,7 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """found: what it is about in this run, in a few words."""
+    """found: the values of this run that the check is about, in a few words."""
 
     subject: str
     found: str
@@ -45,7 +45,7 @@ def check(config: Config, hardware: Hardware | None = None) -> CheckReport:
 
     Args:
         config: a resolved configuration.
-        hardware: what the run may use, unless the section `cluster` says it; that of this machine if not given.
+        hardware: what the run may use, if section `cluster` does not say it. None: that of this machine.
 
     Returns:
         The report.
@@ -65,7 +65,7 @@ def check(config: Config, hardware: Hardware | None = None) -> CheckReport:
 def _checks(config: Config, hardware: Hardware) -> list[_Check]:
     actor, model = config.actor, read_model(config.model.path)
     shape = model.shape  # None where config.json could not be read, which is a problem of its own
-    # The versions of this environment are those of the ranks too.
+    # Ranks have the same versions of packages as this environment.
     surroundings = replace(precision.installed(here=hardware.place == THIS_MACHINE), capability=hardware.capability)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     harmless = list(unread.warned(config))

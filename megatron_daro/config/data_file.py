@@ -1,4 +1,4 @@
-"""Whether a file that a user names can be opened at all: data, dumps, and what a checkpoint holds."""
+"""Whether a file that a user names can be opened at all: data, dumps, and files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def why_no_file(path: Path) -> str:
-    """Return why a path cannot be read as a file, without opening it; empty where it can.
+    """Return why a path cannot be read as a file, without opening it; empty if it can.
 
-    A pipe or a device may never answer. Files of the kernel, which may not either, have no size.
+    Reading a pipe or a device may never end; the same holds for files of the kernel, which have size 0.
     """
     try:
         found = path.stat()

@@ -1,7 +1,7 @@
-"""What a run may compute on: this machine, found without torch, or the nodes it was told of.
+"""The hardware of a run: this machine, examined without torch, or the nodes that the configuration names.
 
-Checks compare the layout with it. A Ray cluster is asked by runtime/cluster.py. Of this machine a GPU counts only if
-the installed torch was built for it, as the actor will see it.
+Checks compare the layout with it. A Ray cluster is asked by runtime/cluster.py. A GPU of this machine counts only if
+the installed torch was built for it, since the actor sees no other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_daro.errors import ConfigError
 
 _SMI_TIMEOUT_S = 20
 _FP8_CAPABILITY = 8.9
-# Compute capability by how a type's name begins.
+# Compute capability by the beginning of a type's name.
 _CAPABILITIES = {
     **dict.fromkeys(("V100",), 7.0),
     **dict.fromkeys(("T4",), 7.5),
@@ -40,9 +40,9 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """kind; count: GPUs, or CPU cores, of all nodes; capability: the least compute capability of the GPUs, 0 without
-    any, None if unknown; memory_bytes: of this machine, None if unknown or of others; nodes: the count of each; place:
-    where, for messages.
+    """count: GPUs, or CPU cores, of all nodes. capability: the least compute capability of the GPUs; 0 without GPUs,
+    None if unknown. memory_bytes: of this machine; None if unknown, or for other machines. nodes: the count of each
+    node. place: where the hardware is, for messages.
     """
 
     kind: Literal["cpu", "gpu", "unknown"]
@@ -54,7 +54,7 @@ class Hardware:
 
     @property
     def fp8(self) -> bool | None:
-        """Whether every GPU multiplies 8-bit floats; None if unknown."""
+        """Whether every GPU can multiply 8-bit floats; None if unknown."""
         return None if self.capability is None else self.capability >= _FP8_CAPABILITY
 
     @property
@@ -64,33 +64,34 @@ class Hardware:
 
 
 def hardware_of(section: ClusterSection) -> Hardware | None:
-    """Return what the configuration says of the nodes; None where it says nothing."""
+    """Return the nodes that the configuration describes; None if it describes none."""
     if section.gpus_per_node is None:
         return None
     return gpu_nodes([section.gpus_per_node] * section.nodes, section.gpu, "the nodes of the section cluster")
 
 
 def unknown(place: str) -> Hardware:
-    """Return nodes of which nothing is known: no layout is refused for their sake."""
+    """Return nodes about which nothing is known: no layout is refused because of them."""
     return Hardware("unknown", sys.maxsize, capability=None, place=place)
 
 
 def gpu_nodes(counts: Sequence[int], gpu: str | None, place: str) -> Hardware:
-    """Return nodes with so many GPUs each. Args: gpu: their type, such as "H100"; None: unknown."""
+    """Return nodes with GPUs. Args: counts: GPUs of each node. gpu: their type, such as "H100"; None: unknown."""
     return Hardware("gpu", sum(counts), capability=capability_of(gpu), nodes=tuple(counts), place=place)
 
 
 def capability_of(gpu: str | None) -> float | None:
-    """Return the compute capability of a GPU's type, such as "H100" or "A100-80G"; None of one that is not known."""
+    """Return the compute capability of a type of GPU, such as "H100" or "A100-80G"; None if the type is not known."""
     names = [name for name in _CAPABILITIES if (gpu or "").upper().startswith(name)]
     return _CAPABILITIES[max(names, key=len)] if names else None
 
 
 def gpus_with_own_first(own: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES of a process that computes on its own GPUs and maps memory of the node's others.
+    """Return CUDA_VISIBLE_DEVICES for a process that computes on its own GPUs and maps memory of the node's other GPUs.
 
     Args:
-        own: its CUDA_VISIBLE_DEVICES, numbers or UUIDs; None: it sees all, and nvidia-smi must work.
+        own: the process's present CUDA_VISIBLE_DEVICES, numbers or UUIDs; None: it sees all GPUs, and nvidia-smi must
+            work.
     """
     rows = _gpu_rows()
     mine = visible_rows(rows, own)
@@ -114,7 +115,7 @@ def detect() -> Hardware:
 
 
 def _memory_bytes() -> int:
-    """Return the machine's memory, or the smaller limit of this container (cgroup version 2, or 1)."""
+    """Return the machine's memory, or the limit of this container (cgroup version 2 or 1) if that is smaller."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         with suppress(OSError, ValueError):
@@ -123,13 +124,13 @@ def _memory_bytes() -> int:
 
 
 def torch_cuda() -> Version | None:
-    """Return the CUDA that the installed torch was built for, read from its version file because importing it takes
-    seconds; None: none."""
+    """Return the CUDA version for which the installed torch was built; None if it was built without CUDA. It is read
+    from torch's version file, because importing torch takes seconds."""
     return _torch_built_for("cuda")
 
 
 def torch_hip() -> Version | None:
-    """Return the ROCm that the installed torch was built for, read likewise; None: none."""
+    """Return the ROCm version for which the installed torch was built, as `torch_cuda` does for CUDA."""
     return _torch_built_for("hip")
 
 
@@ -143,13 +144,13 @@ def _torch_built_for(platform: str) -> Version | None:
 
 
 def version_of(text: str) -> Version:
-    """Return the numbers that a version begins with: "2.20.2+cu13" -> (2, 20, 2)."""
+    """Return the numbers at the beginning of a version: "2.20.2+cu13" -> (2, 20, 2)."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def _gpu_capabilities() -> list[float]:
-    """Compute capability of each visible GPU; empty without a working nvidia-smi."""
+    """Return the compute capability of each visible GPU; empty without a working nvidia-smi."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible and visible.startswith("MIG-"):
         raise ConfigError(
@@ -161,7 +162,7 @@ def _gpu_capabilities() -> list[float]:
 
 
 def _gpu_rows() -> list[list[str]]:
-    """[index, uuid, capability] of each GPU of this machine; empty without a working nvidia-smi."""
+    """Return [index, uuid, capability] of each GPU of this machine; empty without a working nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
@@ -173,10 +174,10 @@ def _gpu_rows() -> list[list[str]]:
 def rocm_rows(timeout_s: float) -> list[list[str]]:
     """Return [card, total bytes, used bytes] of each AMD GPU of this machine.
 
-    They are lines such as `card0,206141652992,297795584`.
+    rocm-smi prints them as lines such as `card0,206141652992,297795584`.
 
     Raises:
-        FileNotFoundError: no rocm-smi. subprocess.SubprocessError: it failed, or gave no answer in time.
+        FileNotFoundError: there is no rocm-smi. subprocess.SubprocessError: it failed, or did not answer in time.
     """
     command = ["rocm-smi", "--showmeminfo", "vram", "--csv"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
@@ -195,8 +196,8 @@ def _amd_gpus() -> int:
 
 
 def visible_rows(rows: list[list[str]], visible: str | None) -> list[list[str]]:
-    """Return the rows [index, uuid, capability] that CUDA_VISIBLE_DEVICES names; like CUDA's, the list ends at an
-    unknown name."""
+    """Return the rows [index, uuid, capability] that CUDA_VISIBLE_DEVICES names. As in CUDA, an unknown name ends the
+    list."""
     if visible is None:
         return rows
     chosen = []

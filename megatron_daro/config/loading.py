@@ -1,9 +1,9 @@
 """A YAML file and overrides become one validated, fully resolved Config.
 
-Reports every wrong value, not only the first. Values that depend on other sections alone (the run directory, the
-engine's seed, ...) are filled in here, so that the resolved file shows them. Rejects what yaml_text rejects, unknown
-keys, and values of another type ("3" is not a number). Messages and the configuration reference
-(tools/config_reference.py) describe fields from their annotations, so no text can disagree with what is checked.
+Reports every wrong value, not only the first. Values that depend on other sections (the run directory, the engine's
+seed, ...) or on the model are filled in here, so that the resolved file shows them. Rejects what yaml_text rejects,
+unknown keys, and values of another type ("3" is not a number). Messages and the configuration reference
+(tools/config_reference.py) describe fields by their annotations, so no text can disagree with what is checked.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         overrides: texts `a.b=c`, in order.
 
     Returns:
-        The Config; open values are filled in, but for those that the model's files decide.
+        The Config; open values but `rollout.finish_batch` are filled in.
 
     Raises:
         ConfigError: lists every wrong field.
@@ -211,7 +211,6 @@ def resolve_and_check(
     config, problems, broken = _read(Path(path), overrides)
     if config is None:
         raise config_error(str(path), problems)
-    config = with_adapter_sync(config, read_model(config.model.path).shape)
     report = check(config, hardware)
     problems = problems + [problem for problem in report.problems if not concerns(problem, broken)]
     if problems:
@@ -419,8 +418,8 @@ def _defaults() -> dict[str, Any]:
 
 
 def _fill_in(config: Config, path: Path) -> Config:
-    """Give a value to fields whose default depends on other sections alone. On more depend `engine.sglang.sync` of
-    adapters (the model: `with_adapter_sync`) and `rollout.finish_batch` (the engine's class: runtime/parts.py)."""
+    """Give a value to fields whose default depends on other sections or on the model. `rollout.finish_batch` stays
+    open: it depends on the engine's class (runtime/parts.py)."""
     trainer, rollout, overlong = config.trainer, config.rollout, config.algorithm.overlong
     max_tokens = overlong.max_tokens or rollout.max_response_tokens
     overlong = overlong.model_copy(
@@ -436,4 +435,5 @@ def _fill_in(config: Config, path: Path) -> Config:
     }
     if config.engine.seed is None:
         update["engine"] = config.engine.model_copy(update={"seed": trainer.seed})
-    return config.model_copy(update=update)
+    config = config.model_copy(update=update)
+    return with_adapter_sync(config, read_model(config.model.path).shape) if config.lora.rank else config

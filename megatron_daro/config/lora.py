@@ -1,4 +1,4 @@
-"""The `lora` section: low-rank adapters beside frozen weights, and what an adapter's own files say of it. Its rules:
+"""The `lora` section: low-rank adapters beside frozen weights, and the files of an adapter. Its rules are in
 rules/lora.py."""
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.families import families
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-"""What PEFT calls the two files of an adapter."""
+"""PEFT's names of the two files of an adapter."""
 PEFT_PREFIX = "base_model.model."
-"""Of PEFT's names, before those of transformers."""
+"""What PEFT puts before transformers' name of a parameter."""
 Sides = tuple[int, int]
 """Outputs and inputs: the shape of a matrix."""
 ALL = "all"
 
 
 class LoraSection(Section):
-    """Low-rank adapters (LoRA): they alone are trained, beside frozen weights."""
+    """Low-rank adapters (LoRA): only the adapters are trained; the weights are frozen."""
 
     rank: int = Field(default=0, ge=0, le=65_536)
-    """Rank of every adapter; 0: all weights are trained, without adapters."""
+    """Rank of every adapter; 0: no adapters, all weights are trained."""
     alpha: float | None = Field(default=None, ge=1e-6, le=1e6)
-    """What an adapter adds is multiplied by alpha / rank. Unset: rank."""
+    """An adapter's output is multiplied by alpha / rank. Unset: rank."""
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank)."""
+    """Multiply by alpha / sqrt(rank) instead."""
     dropout: float = Field(default=0.0, ge=0, le=0)
-    """0 only: with dropout the log-probs before and after an update would be those of two models."""
+    """Only 0 is allowed: with dropout the log-probs before and after an update would be those of two models."""
     targets: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = (ALL,)
-    """Matrices that get one, by Hugging Face's names (q_proj, down_proj); all: every one of the layers."""
+    """Matrices that get an adapter, by Hugging Face's names (q_proj, down_proj); all: every matrix of the layers that
+    can have one."""
     path: ExpandedPath | None = None
-    """PEFT's folder of an adapter to start from, of this rank, alpha and these targets. Unset: A as PEFT draws it, from
-    trainer.seed; B zero."""
+    """Folder of an adapter in PEFT's format to start from; it must have this rank, alpha and these targets. Unset: A is
+    drawn as in PEFT, from trainer.seed, and B is 0."""
 
     @property
     def scale(self) -> float:
-        """What B A x is multiplied by."""
+        """Factor of an adapter's output B A x."""
         return (self.alpha or self.rank) / (self.rank**0.5 if self.rslora else self.rank)
 
     def target_names(self, shape: ModelShape) -> frozenset[str]:
@@ -62,13 +63,13 @@ def peft_config(section: LoraSection, shape: ModelShape, base: str) -> dict[str,
 
 
 def matrix_of(hf_name: str) -> str:
-    """Return what PEFT calls a matrix: q_proj of model.layers.0.self_attn.q_proj.weight."""
+    """Return PEFT's name of a matrix: q_proj for model.layers.0.self_attn.q_proj.weight."""
     return hf_name.split(".")[-2]
 
 
 def sides_of_roles(shape: ModelShape) -> Mapping[str, Mapping[str, Sides]]:
-    """Return the matrices of a layer that can have an adapter: role (families/table.py) -> name -> its sides. A name
-    is a whole one, with {layer} for the layer's number. Experts get none."""
+    """Return the matrices of a layer that can have an adapter: role (families/table.py) -> name -> its sides. Names are
+    complete, with {layer} for the layer's number. Experts get no adapters."""
     query, key, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
     outputs = {"qkv": (query, key, key), "gated_qkv": (2 * query, key, key), "attention_output": (hidden,)}
     inputs = {"attention_output": shape.heads * shape.value_dim}  # of the others the hidden state
@@ -102,12 +103,12 @@ def layers_of_role(role: str, shape: ModelShape) -> tuple[int, ...]:
 
 
 def matrix_sides(shape: ModelShape) -> Mapping[str, Sides]:
-    """Return the sides of each matrix that can have an adapter, by what PEFT calls it."""
+    """Return the sides of each matrix that can have an adapter, by PEFT's name of it."""
     return {matrix_of(name): sides for part in sides_of_roles(shape).values() for name, sides in part.items()}
 
 
 def stored_shapes(section: LoraSection, shape: ModelShape) -> Mapping[str, Sides]:
-    """Return the tensors of adapter_model.safetensors: name -> shape."""
+    """Return the shapes of the tensors in adapter_model.safetensors, by name."""
     targets, found = section.target_names(shape), dict[str, Sides]()
     for role, matrices in sides_of_roles(shape).items():
         for template, (outputs, inputs) in matrices.items():
@@ -119,12 +120,13 @@ def stored_shapes(section: LoraSection, shape: ModelShape) -> Mapping[str, Sides
 
 
 def differing(section: LoraSection, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield where an adapter_config.json is of another adapter, or of more than LoRA: (name, what it would be)."""
+    """Yield the entries of an adapter_config.json that are of another adapter, or of more than plain LoRA, as (name,
+    the value that it should have)."""
     return ((name, value) for name, value in _plain_config(section).items() if content.get(name, value) != value)
 
 
 def _plain_config(section: LoraSection) -> dict[str, Any]:
-    """Return what adapter_config.json says of these adapters where they are nothing more than LoRA."""
+    """Return the entries of adapter_config.json that say that these adapters are plain LoRA."""
     return {
         "peft_type": "LORA",
         "r": section.rank,

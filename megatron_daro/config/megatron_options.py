@@ -1,8 +1,8 @@
-"""`actor.megatron`: which options of Megatron-core may be given, which this package sets, which it cannot keep.
+"""`actor.megatron`: which options of Megatron-core users may set, which this package sets itself, and which it refuses.
 
-The checks before a start ask here, without importing Megatron-core; actor/model.py asks again with the names that the
-installed one has, and lets it judge the values. An option is handed on only if somebody has looked at it: what would be
-ignored, what would make another model and what a newer Megatron-core brings is refused until it stands in ALLOWED.
+The checks before a start look here, without importing Megatron-core; actor/model.py looks again with the option names
+of the installed version, and lets Megatron-core check the values. Only options in ALLOWED, which were examined, are
+passed on. Options that would be ignored, would change the model, or are new in Megatron-core are refused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MODEL = {
     "moe_router_topk": "num_experts_per_tok",
     "moe_router_pre_softmax": "norm_topk_prob",
 }
-# What the model is: upstream's name -> the key of config.json that says it.
+# Options that define the model: upstream's name -> the key of config.json that determines it.
 
 OWNED = {
     **{name: f"{key} in the config.json of model.path" for name, key in _MODEL.items()},
@@ -91,7 +91,7 @@ OWNED = {
     "transformer_impl": "the device: Transformer Engine's layers where it can run, else Megatron's own",
     "use_cpu_initialization": "the device",
 }
-"""Upstream's names that something else sets, and what."""
+"""Upstream's options that are set by something else -> what sets them."""
 
 _PRECISION = "gradients then stand where neither clipping nor the check for numbers that are not finite looks"
 _FP8_PARAMETERS = (
@@ -191,7 +191,7 @@ REFUSED = {
     "use_mup": "the log-probabilities are taken without its scale of the logits",
     "attention_backend": "it is no name but an enum; NVTE_FLASH_ATTN and NVTE_FUSED_ATTN in the environment choose",
 }
-"""Upstream's options that would be ignored, or make wrong numbers, and why; null and false are no harm."""
+"""Upstream's options that would be ignored or give wrong numbers -> why; null and false are accepted."""
 
 _ALLOWED = """
 num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage batch_p2p_sync overlap_p2p_comm_warmup_flush
@@ -218,7 +218,7 @@ overlap_grad_reduce bucket_size num_buckets pad_buckets_for_high_nccl_busbw redu
 nccl_ub disable_symmetric_registration
 """
 ALLOWED = frozenset(_ALLOWED.split())
-"""Upstream's options of speed, memory and the optimizer: the log-probabilities stay the same but for rounding."""
+"""Upstream's options for speed, memory and the optimizer; they change the log-probabilities by rounding at most."""
 
 
 _TRANSFORMER_ENGINE_ONLY = """
@@ -226,16 +226,16 @@ cpu_offloading fine_grained_activation_offloading gradient_accumulation_fusion m
 nccl_ub symmetric_ar_type
 """
 TRANSFORMER_ENGINE_ONLY = frozenset(_TRANSFORMER_ENGINE_ONLY.split())
-"""Allowed options that only Transformer Engine's layers, or NCCL, can honour."""
+"""Allowed options that have an effect only with Transformer Engine's layers, or with NCCL."""
 
 
 def gpu_defaults(actor: ActorSection, *, experts: bool, transformer_engine: bool) -> dict[str, bool]:
-    """Return what ranks on GPUs add to `actor.megatron`, where it does not say otherwise: options of speed that change
-    kernels and when gradients are sent, and not what is computed.
+    """Return the options that ranks on GPUs add to `actor.megatron` if it does not set them. They are for speed: they
+    change kernels, and when gradients are sent, but not what is computed. The router is not fused with routing replay,
+    which needs the plain one.
 
     Args:
-        experts: whether the model has any. transformer_engine: whether its layers are used. Routing that is replayed
-            needs the router that is not fused.
+        experts: whether the model has experts. transformer_engine: whether its layers are used.
     """
     chosen = {}
     if actor.data_parallel * actor.context_parallel > 1:
@@ -251,7 +251,7 @@ def option_problems(options: Mapping[str, Any], installed: Collection[str] = ALL
     """Yield what is wrong with `actor.megatron`.
 
     Args:
-        options: as the user gave them. installed: the names that the installed Megatron-core has, where they are known.
+        options: as the user gave them. installed: the option names of the installed Megatron-core, if they are known.
     """
     names = sorted(ALLOWED & set(installed))
     for name, value in options.items():

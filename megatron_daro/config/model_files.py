@@ -1,7 +1,7 @@
-"""The model directory, looked at without loading it: shape, weights, tokenizer.
+"""The model directory, examined without loading the model: shape, weights, tokenizer.
 
-Checks read ModelFiles here. Reads config.json (model_shape.py) and the headers of the safetensors files
-(safetensors_header.py); refuses torn files before any process starts. Never unpickles: *.bin weights are not accepted.
+`read_model` reads config.json (model_shape.py) and the headers of the safetensors files (safetensors_header.py), and
+reports torn files before any process starts. Nothing is unpickled: *.bin weights are not accepted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ QUANTIZED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """shape: None where config.json does not give it. has_end_token: whether a file names a token that ends an answer.
+    """shape: None if config.json cannot be used. has_end_token: whether a file names a token that ends an answer.
     problems: everything that is missing, torn or not supported."""
 
     shape: ModelShape | None = None
@@ -52,7 +52,7 @@ class ModelFiles:
 
 
 def read_model(directory: Path) -> ModelFiles:
-    """Look at a Hugging Face model directory."""
+    """Return what a Hugging Face model directory holds, and its problems."""
     if not directory.is_dir():
         got = f"{str(directory)!r}, which is {'a file' if directory.exists() else 'not there'}"
         fix = "give the local directory of the model; names of a hub are not downloaded"
@@ -89,8 +89,8 @@ def _converted(directory: Path) -> str:
 
 
 def critic_shape(config: Config, policy: ModelShape) -> ModelShape | None:
-    """Return the shape of the critic; None without one, and for a class of one's own without `critic.path`, which may
-    have one. Raises ModelError."""
+    """Return the shape of the critic. None: there is none, or not known, since an algorithm of the user's may have one
+    without `critic.path`. Raises ModelError."""
     if (path := config.algorithm.critic.path) is not None:
         return read_model_shape(path, CRITIC_HEADS)
     return policy if config.algorithm.has_critic else None
@@ -120,7 +120,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def _has_end_token(directory: Path) -> bool:
-    """Whether a file names a token that ends an answer; a file that cannot be read may be the one that does."""
+    """Return whether a file names a token that ends an answer; True if a file cannot be read, since it may name one."""
     names = ("config.json", *_SMALL_FILES)
     if any(_small_file_problems(directory)):
         return True
@@ -129,7 +129,7 @@ def _has_end_token(directory: Path) -> bool:
 
 
 def _small_file_problems(directory: Path) -> Iterator[Problem]:
-    """Yield which of the files that a model may lack are there and cannot be read."""
+    """Yield the optional files of the model that exist but cannot be read."""
     for name in _SMALL_FILES:
         if os.path.lexists(directory / name) and _read_json(directory / name)[0] is None:
             why = _read_json(directory / name)[1]
@@ -181,7 +181,7 @@ def _weight_problems(directory: Path) -> Iterator[Problem]:
 
 
 def _no_weights(directory: Path, allowed: str, again: str) -> Problem:
-    """Say what stands in a folder in place of weights."""
+    """Return the problem of a folder without weights, which says what is there instead."""
     if (directory / ADAPTER_FILE).exists():
         got, _, fix = ADAPTER.partition(". ")
         return Problem(_FIELD, f"{str(directory)!r} with {got}", allowed, fix[0].lower() + fix[1:])
@@ -205,7 +205,7 @@ def _tokenizer_problems(directory: Path) -> Iterator[Problem]:
 
 
 def token_numbers(path: Path) -> dict[str, int]:
-    """Return the number of each token, as tokenizer.json has it; empty where it does not say it."""
+    """Return token -> id from tokenizer.json; empty if it cannot be read from there."""
     try:
         content = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
         vocabulary = content.get("model", {}).get("vocab") or {}

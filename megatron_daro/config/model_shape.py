@@ -2,8 +2,8 @@
 
 The actor, conversion and the planner all read models through `ModelShape`. Rotary embeddings may be plain, Llama 3's
 or YaRN, in the keys of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`). Every field that would
-change the mathematics and that the actor does not implement is rejected: ignoring one silently would train a model
-that its checkpoint does not describe.
+change the mathematics in a way that the actor does not implement is refused: ignoring it silently would train another
+model than the checkpoint describes.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv 2309.00071). `original_max_positions` in tokens; beta_fast and beta_slow in rotations.
 
-    attention_factor multiplies cosine and sine. truncate: bounds of the ramp are rounded to whole dimensions.
-    score_factor: the same for the scores of latent attention, which are multiplied by its square; of others 1.
+    attention_factor: cosine and sine are multiplied by it. truncate: whether bounds of the ramp are rounded to whole
+    dimensions. score_factor: the scores of latent attention are multiplied by its square; 1 for other attention.
     """
 
     factor: float
@@ -100,20 +100,20 @@ _KEYS = names(
     mrope_section mrope_interleaved
     """
 )
-"""The last two are of images: a token of text has the same position in each section."""
+"""The last two keys are for images: a token of text has the same position in each section."""
 
 
 def read_rope(
     config: Mapping[str, Any], where: str, *, partial: bool = False, latent: bool = False
 ) -> tuple[float, float, RopeScaling | None]:
-    """Return base frequency, the share of a head's entries that is rotated, and scaling.
+    """Return the base frequency, the share of a head's entries that is rotated, and the scaling.
 
     Args:
         config: of the model. where: names the file in messages. partial: whether the share may be below 1. latent:
-            whether attention is, whose rotary part Megatron-core scales in its own way.
+            whether attention is latent; Megatron-core scales its rotary part in its own way.
 
     Raises:
-        ModelError: it asks for what is not implemented.
+        ModelError: the configuration asks for something that is not implemented.
     """
     rope, base = _section(config, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -137,8 +137,8 @@ def read_rope(
 
 
 def _section(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], float]:
-    """Return the object that counts, and the base frequency: `rope_scaling` before `rope_parameters`, as transformers
-    takes them (`convert_rope_params_to_dict`)."""
+    """Return the object that describes the rotary embedding, and the base frequency. `rope_scaling` comes before
+    `rope_parameters`, as in transformers (`convert_rope_params_to_dict`)."""
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(key) or {}, Mapping):
             raise ModelError(f"{where}: {key} must be an object such as {{'rope_type': 'yarn'}}, got {config[key]!r}.")
@@ -155,11 +155,11 @@ def _section(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], 
 
 
 def with_rope_of_full_attention(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the configuration of a family whose windows have plain rotary embeddings, with those of the other layers
-    as `rope_parameters`, where these say it by layer type.
+    """Return the configuration of a family whose layers with a window have plain rotary embeddings; if its
+    `rope_parameters` are given by layer type, those of the other layers take their place.
 
     Raises:
-        ModelError: layers with a window are to have a scaling, or another base frequency than the others.
+        ModelError: layers with a window would have a scaling, or another base frequency than the others.
     """
     by_type = config.get("rope_parameters")
     if not isinstance(by_type, Mapping) or not by_type.keys() & set(_LAYER_TYPES):
@@ -173,10 +173,11 @@ def with_rope_of_full_attention(config: dict[str, Any], where: str) -> dict[str,
 
 
 def _original_positions(rope: Mapping[str, Any], config: Mapping[str, Any], where: str) -> int:
-    """Return the length before scaling, in tokens; max_position_embeddings where it is not given, as for transformers.
+    """Return the length before scaling, in tokens; max_position_embeddings if it is not given, as in transformers.
 
-    Refuses another number at the top level: the models of transformers take that one, its AutoConfig, and so SGLang,
-    the one in the section (`standardize_rope_params`, called by both, before and after the top level is set).
+    A different number at the top level is refused: the model classes of transformers use that one, while its AutoConfig
+    and therefore SGLang use the one in the section (both call `standardize_rope_params`, but one before and the other
+    after the top level is set).
     """
     key = "original_max_position_embeddings"
     positions = integer(rope, key, where, default=config.get("max_position_embeddings"))
@@ -223,7 +224,8 @@ def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any], where: str, *, lat
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float, where: str) -> float:
-    """Return the given factor; else 0.1 * ln(factor) + 1, or the quotient of two such terms with their own weights."""
+    """Return the given attention factor; else 0.1 * ln(factor) + 1, or the quotient of two such terms with the weights
+    mscale and mscale_all_dim."""
     if rope.get("attention_factor") is not None:
         return number(rope, "attention_factor", where)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -237,9 +239,9 @@ def _mscale(factor: float, weight: float) -> float:
 
 LM_HEAD = "ForCausalLM"
 CRITIC_HEADS = (LM_HEAD, "ForSequenceClassification", "ForTokenClassification")
-"""Of a critic's checkpoint: a policy, or a reward or value model whose head is `score.weight`."""
+"""Architectures of a critic's checkpoint: a policy, or a reward or value model whose head is `score.weight`."""
 _DTYPES = ("float32", "bfloat16", "float16")
-_TRANSFORMERS_BALANCING = 0.001  # what Qwen3-MoE and Mixtral have there where config.json says nothing
+_TRANSFORMERS_BALANCING = 0.001  # transformers' default for Qwen3-MoE and Mixtral
 
 _READ = names(
     """
@@ -274,7 +276,7 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
 }
-"""Keys with the only values that this package computes."""
+"""Key -> the only values that are implemented."""
 _HARMLESS = names(
     """
     _name_or_path name_or_path _commit_hash transformers_version transformers.js_config model_name model_max_length
@@ -292,22 +294,26 @@ _HARMLESS = names(
     begin_suppress_tokens
     """
 )
-"""Keys that change nothing about the log-probabilities of these families, whatever their value."""
+"""Keys that do not change the log-probabilities of these families, whatever their value."""
 _FUSED = ("phi3", "glm", "glm4", "chatglm", "internlm2")
-"""Decoders whose checkpoints hold query, key and value, or gate and up, as one tensor."""
+"""Decoders whose checkpoints hold query, key and value, or gate and up, as one fused tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """A mixture of experts. `ffn` is the width of each expert's gate and up; `chosen` experts see each token.
+    """A mixture of experts.
 
-    normalize: their weights are scaled to a sum of 1. dense_layers: layers that have one MLP in place of experts.
-    balancing: the coefficient with which transformers would add a loss that balances them; 0: it would not. shared_ffn:
-    the width of the MLP that sees every token beside the experts; 0: there is none. limit: of gate and up, as
-    `ExpertKeys` has it; 0: there is none, and experts are as dense MLPs are. scores: of the router's logits;
-    with sigmoid a bias is added to choose the experts, and their weights are those without it. groups: the experts are
-    in so many, and a token chooses from the best chosen_groups of them. scale: of the weights. shared_gate: a gate
-    multiplies what the MLP that sees every token answers.
+    number: experts per layer. chosen: how many of them each token is sent to. ffn: width of an expert's gate and up.
+    normalize: whether the weights of the chosen experts are scaled to a sum of 1.
+    dense_layers: layers that have one MLP in place of experts.
+    balancing: coefficient with which transformers would add a loss that balances the experts; 0: it would add none.
+    shared_ffn: width of the shared MLP, which sees every token beside the experts; 0: there is none.
+    scores: function that makes scores of the router's logits; with sigmoid a bias is added to choose the experts, but
+        not in their weights.
+    groups, chosen_groups: the experts are divided into groups, and a token chooses experts from the best
+        chosen_groups of them. scale: factor of the weights.
+    limit: bound of gate and up, see `ExpertKeys`; 0: there is none, and experts compute as dense MLPs do.
+    shared_gate: whether a gate multiplies the output of the shared MLP.
     """
 
     number: int
@@ -327,9 +333,10 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Multi-head latent attention. query_rank, kv_rank: of the latents that queries, and keys and values, are made of;
-    query_rank None: queries are made of the hidden state. rotary: entries of a head that are rotated, in its key the
-    same for all heads; plain: entries of a head before them. value: entries of a head's value."""
+    """Multi-head latent attention. query_rank, kv_rank: sizes of the latents from which queries, and keys and values,
+    are computed; query_rank None: queries are computed from the hidden state. rotary: entries of a head that are
+    rotated; in keys they are the same for all heads. plain: entries of a head before them. value: entries of a head's
+    value."""
 
     query_rank: int | None
     kv_rank: int
@@ -340,9 +347,9 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """Linear attention by a gated delta rule (arXiv 2412.06464), in these layers. key, value: entries of a head of
-    queries and keys, and of values; each key head serves value_heads / key_heads of the others. kernel: tokens that the
-    convolution before it sees, its own among them."""
+    """Linear attention by a gated delta rule (arXiv 2412.06464). layers: those that have it. key: entries of a head of
+    queries and keys; value: entries of a head of values; each key head serves value_heads / key_heads value heads.
+    kernel: tokens that the convolution before the attention sees, including the present one."""
 
     layers: tuple[int, ...]
     key_heads: int
@@ -353,29 +360,33 @@ class LinearShape:
 
     @property
     def keys(self) -> int:
-        """Entries of all heads of keys."""
+        """Entries of all key heads together."""
         return self.key_heads * self.key
 
     @property
     def values(self) -> int:
-        """Entries of all heads of values."""
+        """Entries of all value heads together."""
         return self.value_heads * self.value
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Everything about a decoder that decides its parameters and its forward pass.
+    """Everything about a decoder that determines its parameters and its forward pass.
 
-    `ffn` is the width of gate and of up in dense layers; `head_dim` is per head and need not be hidden / heads; `dtype`
-    is the one the checkpoint names (None where it names none); `max_positions` in tokens; `experts`: None for a dense
-    model. rotary_share: of the entries of a head, the first of which are rotated. further_layers: those that predict
-    tokens after the next; they are in the checkpoint after the others, and nothing here computes them. latent: of
-    latent attention, where `head_dim` is that of queries and keys. sinks: heads have a logit to which no token belongs.
-    biases: all linear layers have one, the router's and the experts' too. window: in `windowed` layers a token sees so
-    many, itself among them; plain_windows: these do without `rope_scaling`. post_norm: norms come after attention and
-    MLP. whole_qk_norm: those of queries and keys are over all heads at once. linear: of linear attention; gated: other
-    attention's output is multiplied by a gate. centered_norms: norms multiply by 1 + weight, but that of linear
-    attention.
+    head_dim: entries of a head, which need not be hidden / heads; with latent attention, of queries and keys.
+    ffn: width of gate and of up in dense layers.
+    max_positions: in tokens. dtype: the one that the checkpoint names; None if it names none.
+    experts, latent, linear: the mixture of experts, latent attention and linear attention; None: the model has none.
+    rotary_share: share of a head's entries that is rotated: the first ones.
+    further_layers: layers that predict tokens after the next; the checkpoint has them after the others, and they are
+        not computed here.
+    sinks: each head has a logit that belongs to no token.
+    biases: all linear layers have biases, including the router and the experts.
+    window: number of tokens that a token sees in `windowed` layers, itself included. plain_windows: these layers do not
+        use `rope_scaling`.
+    post_norm: norms come after attention and MLP. whole_qk_norm: norms of queries and keys are over all heads at once.
+    gated: the output of attention that is not linear is multiplied by a gate.
+    centered_norms: norms multiply by 1 + weight, except that of linear attention.
     """
 
     family: str
@@ -416,7 +427,8 @@ class ModelShape:
 
     @property
     def local_layers(self) -> bool:
-        """Whether layers are Megatron's local ones on GPUs too: Transformer Engine's were not compared with such."""
+        """Whether Megatron's local layers are used on GPUs too: for this kind Transformer Engine's were never
+        compared."""
         return self.sinks or self.post_norm
 
     @property
@@ -425,18 +437,19 @@ class ModelShape:
         return self.latent.value if self.latent else self.head_dim
 
     def padded_vocab(self, tensor_parallel: int) -> int:
-        """Rows of the whole embedding: TP 1, 2, 4, 8 and 16 give the same number, so checkpoints have one shape."""
+        """Return the rows of the whole embedding. They are the same for TP 1, 2, 4, 8 and 16, so checkpoints have one
+        shape."""
         multiple = math.lcm(_VOCABULARY_MULTIPLE, tensor_parallel)
         return -(-self.vocab // multiple) * multiple
 
     def has_role(self, role: str) -> bool:
-        """Whether a model of this shape has what the table of its family names for a role."""
+        """Return whether a model of this shape has the tensors that its family's table names for a role."""
         low_rank = self.latent is not None and self.latent.query_rank is not None
         switched = {"qkv_bias": self.qkv_bias, "query_norm": self.qk_norm, "key_norm": self.qk_norm, "q": not low_rank}
         return (switched | dict.fromkeys(("q_down", "q_latent_norm", "q_up"), low_rank)).get(role, True)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts in place of one MLP."""
+        """Return whether a layer, counted from 0, has experts in place of one MLP."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
@@ -451,7 +464,7 @@ class ModelShape:
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that one token is multiplied with, embeddings as in `num_parameters`."""
+        """Parameters that are used for one token; embeddings count as in `num_parameters`."""
         return self._count(self.experts.chosen if self.experts else 0)
 
     def _count(self, experts_counted: int) -> int:
@@ -488,7 +501,7 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
     Args:
         source: the checkpoint directory, the path of a config.json, or its content. Keys of transformers 4
             (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`) are both understood.
-        endings: of the architectures that are allowed, such as `CRITIC_HEADS`.
+        endings: allowed endings of the architecture's name, such as `CRITIC_HEADS`.
 
     Returns:
         The shape, checked.
@@ -549,8 +562,8 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json says of the model of text: all of it; or, of one that sees images too, its `text_config`,
-    where that is of a family here."""
+    """Return the part of config.json that describes the text model: `text_config` of a model that also sees images, if
+    that is of a supported family; else all of it."""
     text = config.get("text_config")
     family = families().get(str(text.get("model_type"))) if isinstance(text, Mapping) else None
     if family is None or not isinstance(text, Mapping):
@@ -560,25 +573,27 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_further_layers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return what config.json must say of a checkpoint without the layers that predict tokens after the next."""
+    """Return the changes to config.json for a checkpoint without the layers that predict tokens after the next."""
     family = families().get(str(config.get("model_type")))
     return {family.further_tokens: 0} if family and family.further_tokens in config else {}
 
 
 def require_regular_files(place: Path) -> None:
-    """Refuse a pipe, a socket or a device, or a folder with one: who reads one may wait for ever. Raises ModelError."""
+    """Raise ModelError for a pipe, a socket or a device, or a folder that contains one: reading it may never end."""
     for path in place.iterdir() if place.is_dir() else (place,):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ModelError(f"{path} is a pipe, a socket or a device, not a file. Put the model's own file there.")
 
 
 def dangling_link(path: Path) -> str:
-    """Describe a link whose file is missing, as in a model copied out of the hub's cache without its blobs."""
+    """Return a description of a link whose file is missing, as in a model copied from the hub's cache without the
+    blobs."""
     return f"{path.name} is a link to {str(path.readlink())!r}, which is not there"
 
 
 def read_json(file: Path, *, alone: bool = False) -> dict[str, Any]:
-    """Return the object in a JSON file of a model's directory, or `alone`. Raises ModelError: it names the file."""
+    """Return the object in a JSON file. Raises ModelError, which names the file. Args: alone: whether only the file,
+    and not the rest of its directory, belongs to the model."""
     require_regular_files(file if alone else file.parent)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -618,17 +633,18 @@ def _family(config: dict[str, Any], where: str, endings: Sequence[str]) -> Famil
 
 
 def _completed(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the configuration with what transformers assumes for missing keys.
+    """Return the configuration with transformers' defaults for missing keys.
 
-    A null stays where it says something else than a missing key: no window, as many key-value heads as heads, queries
-    without a latent, and, for transformers, no causal mask, and no length before a scaling that needs one.
+    A null is kept if it means something else than a missing key: no window, as many key-value heads as heads, queries
+    without a latent, and, in transformers, no causal mask, and no original length for a scaling that needs one.
     """
     telling = names("sliding_window num_key_value_heads q_lora_rank is_causal original_max_position_embeddings")
     return {**family.defaults, **{key: value for key, value in config.items() if value is not None or key in telling}}
 
 
 def _width(config: Mapping[str, Any], family: Family) -> str:
-    """Return the key of a dense MLP's width; of a family without such, that may leave it out, an expert's."""
+    """Return the key of a dense MLP's width; if a family has no dense MLP and config.json no such key, that of an
+    expert's width."""
     key = "intermediate_size"
     return key if key in config or "gate_up" in family.tensors or not family.experts else family.experts.width
 
@@ -639,7 +655,8 @@ def _has(config: Mapping[str, Any], family: Family, role: str, where: str) -> bo
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -> None:
-    """Raise, naming all of them, if keys ask for a forward pass that is not implemented, or if nothing reads them."""
+    """Raise ModelError, which names all of them, if keys ask for a forward pass that is not implemented or are
+    unknown."""
     wrong = [
         f"{key} {show(config[key])} (allowed: {' or '.join(map(show, allowed))})"
         for key, allowed in {**_ONLY, **family.only}.items()
@@ -661,8 +678,8 @@ FP8_BLOCKS = "fp8 blocks"
 
 
 def quantization(config: Mapping[str, Any]) -> str:
-    """Return how the matrices of a checkpoint are quantized: `FP8_BLOCKS`, with a scale each, or its `quant_method`;
-    empty where they are not."""
+    """Return how the matrices of a checkpoint are quantized: `FP8_BLOCKS` (128 x 128, one scale each), or its
+    `quant_method`; empty if they are not."""
     given = config.get("quantization_config")
     if not isinstance(given, Mapping):
         return str(given) if given else ""
@@ -673,18 +690,18 @@ def quantization(config: Mapping[str, Any]) -> str:
 
 
 def _same(value: object, allowed: object) -> bool:
-    """Whether they are equal; true and false equal no number."""
+    """Return whether two values are equal; true and false are not equal to numbers."""
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 def _known(family: Family) -> frozenset[str]:
-    """Keys of config.json that are read, that have one allowed value, or that change nothing."""
+    """Return the keys of config.json that are read, whose values are restricted, or that change nothing."""
     known = _READ | _ONLY.keys() | family.only.keys() | _HARMLESS | family.harmless
     return known | {"quantization_config"} | _own_keys(family)
 
 
 def _own_keys(family: Family) -> frozenset[str]:
-    """Keys that are read of this family and not of all."""
+    """Return the keys that are read for this family, but not for all."""
     own = {family.further_tokens, *family.switches.values()}
     own |= {"partial_rotary_factor"} if family.partial_rotary else set()
     if keys := family.experts:
@@ -699,7 +716,8 @@ def _own_keys(family: Family) -> frozenset[str]:
 
 
 def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]:
-    """Return what makes layers use a window, as the family's class in transformers decides it."""
+    """Return what makes layers use a window that is not supported, by the rules of the family's class in transformers;
+    empty if nothing does."""
     kinds = config.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         raise ModelError(f"{where}: layer_types must be a list of names, one for each layer; got {show(kinds)}.")
@@ -725,11 +743,11 @@ def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]
 
 
 _PERIODS = {"alternating": 2, "three_of_four": 4}
-"""Of how many layers the last has no window, where `layer_types` is missing."""
+"""If `layer_types` is missing, the last of each so many layers has no window."""
 
 
 def _windowed_layers(config: Mapping[str, Any], period: int, where: str) -> tuple[int, ...]:
-    """Return the layers with a window: those that `layer_types` names, or all but the last of each `period`."""
+    """Return the layers with a window: those that `layer_types` names, else all but the last of each `period`."""
     layers = integer(config, "num_hidden_layers", where)
     kinds = config.get("layer_types") or [_LAYER_TYPES[(layer + 1) % period == 0] for layer in range(layers)]
     if len(kinds) != layers or not set(kinds) <= set(_LAYER_TYPES):
@@ -741,7 +759,7 @@ def _windowed_layers(config: Mapping[str, Any], period: int, where: str) -> tupl
 
 
 def _linear(config: Mapping[str, Any], where: str) -> LinearShape:
-    """Return the sizes of linear attention, and its layers: those that `layer_types` names, or all but each
+    """Return the sizes of linear attention and its layers: those that `layer_types` names, else all but every
     full_attention_interval-th."""
     layers = integer(config, "num_hidden_layers", where)
     interval = integer(config, "full_attention_interval", where, default=4)
@@ -810,16 +828,16 @@ def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where:
 
 
 _BEST_OF_A_GROUP = 2
-"""Experts whose scores, added up, are those of a group (transformers, `Glm4MoeTopkRouter`)."""
+"""The score of a group is the sum of its best so many expert scores (transformers, `Glm4MoeTopkRouter`)."""
 
 
 def _groups(config: Mapping[str, Any], count: int, chosen: int, where: str) -> tuple[int, int]:
-    """Return into how many groups the experts are divided, and from how many a token chooses; 1 and 1 where it may
+    """Return into how many groups the experts are divided, and from how many of them a token chooses; 1 and 1 if it may
     choose from all.
 
     Raises:
-        ModelError: they do not divide, or Megatron-core would choose other groups: it adds up the best chosen //
-            topk_group scores of each (moe/moe_utils.py, `group_limited_topk`, 0.16.1 to 0.19.2).
+        ModelError: the groups do not divide the experts, or Megatron-core would choose other groups: it adds up the
+            best chosen // topk_group scores of each (moe/moe_utils.py, `group_limited_topk`, 0.16.1 to 0.19.2).
     """
     groups, allowed = integer(config, "n_group", where), integer(config, "topk_group", where)
     got = f"{where}: n_group {groups} and topk_group {allowed} with {count} experts, {chosen} for each token"
@@ -836,14 +854,15 @@ def _groups(config: Mapping[str, Any], count: int, chosen: int, where: str) -> t
 
 
 def _balancing(config: Mapping[str, Any], where: str) -> float:
-    """Return the coefficient of the balancing loss; transformers computes it with output_router_logits only."""
+    """Return the coefficient of the balancing loss, which transformers computes only with output_router_logits."""
     if not config.get("output_router_logits") or config.get("router_aux_loss_coef") == 0:
         return 0.0
     return number(config, "router_aux_loss_coef", where, default=_TRANSFORMERS_BALANCING)
 
 
 def _dense_layers(config: Mapping[str, Any], keys: ExpertKeys, where: str) -> tuple[int, ...]:
-    """Return the layers without experts: the first ones, or those listed and all but each decoder_sparse_step-th."""
+    """Return the layers without experts: the first ones, or those in mlp_only_layers and all but every
+    decoder_sparse_step-th."""
     layers = integer(config, "num_hidden_layers", where)
     if keys.dense:
         first, said = integer(config, keys.dense, where, least=0), keys.dense
@@ -874,8 +893,8 @@ def _latent(config: Mapping[str, Any], heads: int, kv_heads: int, where: str) ->
     """Return the sizes of latent attention.
 
     Raises:
-        ModelError: keys contradict each other, or programs compute another model: the norms of the latents have 1e-6
-            in transformers whatever the key says, and what it says in Megatron-core and SGLang.
+        ModelError: keys contradict each other, or programs would compute different models: the norms of the latents use
+            an epsilon of 1e-6 in transformers whatever rms_norm_eps is, but rms_norm_eps in Megatron-core and SGLang.
     """
     shape = LatentShape(
         query_rank=None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank", where),

@@ -1,7 +1,7 @@
-"""Whether a run fits on nodes: its pieces, each of which has to be whole on one node.
+"""Whether a run fits on nodes: its pieces, each of which must be whole on one node.
 
-Pieces are tensor-parallel groups and servers, or a server's parts. Checked with the expected nodes, and with those that
-are there by runtime/placement.py, which gives each piece its place.
+Pieces are tensor-parallel groups and servers, or the parts of a server. Rules check them against the expected nodes;
+runtime/placement.py checks them against the nodes that exist, and places each piece.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from megatron_daro.config.sections import Config
 class Demand:
     """The pieces of a run.
 
-    groups: tensor-parallel groups of the actor, of group_size ranks each. servers: engines that the run starts, of
-    server_size GPUs each; 0 for those that compute on the CPU; each in server_nodes equal parts. noun: what one is
-    called in messages. together: all on one node, since its processes share GPU memory. shared: servers have the GPUs
-    of the ranks, in turns with them.
+    groups: tensor-parallel groups of the actor, of group_size ranks each.
+    servers: engines that the run starts, of server_size GPUs each (0 if they compute on the CPU), each split into
+        server_nodes equal parts. noun: what messages call an engine.
+    together: all pieces must be on one node, since their processes share GPU memory.
+    shared: servers take turns with the ranks on the ranks' GPUs.
     """
 
     groups: int
@@ -38,32 +39,33 @@ class Demand:
 
     @property
     def parts(self) -> int:
-        """Parts of servers, each of which has a place of its own."""
+        """Parts of all servers; each is placed by itself."""
         return self.servers * self.server_nodes
 
     @property
     def part_size(self) -> int:
-        """GPUs of such a part."""
+        """GPUs of one part of a server."""
         return self.server_size // self.server_nodes
 
     @property
     def gpus(self) -> int:
-        """GPUs, where there are some."""
+        """GPUs that the run needs, if it runs on GPUs."""
         own = 0 if self.shared else self.servers * self.server_size
         return self.groups * self.group_size + own
 
     @property
     def unit(self) -> int:
-        """Ranks of a piece that stays together: a tensor-parallel group, or those whose GPUs a larger server shares."""
+        """Ranks of a piece that must stay together: a tensor-parallel group, or, if a server is larger, all ranks whose
+        GPUs it shares."""
         return max(self.group_size, self.server_size) if self.shared else self.group_size
 
     @property
     def servers_of_unit(self) -> int:
-        """Servers that share the GPUs of such a piece."""
+        """Servers that share the GPUs of one `unit`."""
         return self.unit // max(self.server_size, 1) if self.shared else 0
 
     def sizes(self, *, gpus: bool) -> list[int]:
-        """Return what each piece takes of its node (GPUs, or CPUs), groups first."""
+        """Return how many GPUs (or CPUs) of its node each piece takes, groups first."""
         if self.shared:
             size = self.unit + (0 if gpus else self.servers_of_unit)
             return [size] * (self.groups * self.group_size // self.unit)
@@ -71,7 +73,7 @@ class Demand:
         return [self.group_size] * self.groups + ([part] * self.parts if part else [])
 
     def text(self, *, gpus: bool) -> str:
-        """Return the pieces in words, without those that take nothing."""
+        """Return the pieces in words; pieces that take nothing are left out."""
         size = self.server_size if gpus else 1
         parts = [f"{self.groups} x tensor-parallel group of {self.group_size}"] if self.groups else []
         if self.shared and gpus:
@@ -82,12 +84,12 @@ class Demand:
 
 
 def demand_of(config: Config, *, engines: bool = True) -> Demand:
-    """Return the pieces of a run. Args: engines: False for one that generates nothing."""
+    """Return the pieces of a run. Args: engines: False for a run that generates nothing."""
     actor, demand = config.actor, engines_of(config)
     groups = actor.world_size // actor.tensor_parallel
     servers = demand.servers if engines else 0
     shared = servers > 0 and config.engine.colocate
-    # Servers that share the GPUs of ranks are on a node with these, and get their weights there.
+    # Servers that share the GPUs of ranks are on the node of these ranks anyway, and get their weights there.
     maps_memory = config.engine.kind == "sglang" and config.engine.sglang.transport.maps_memory
     together = servers > 0 and not shared and maps_memory
     return replace(
@@ -96,7 +98,7 @@ def demand_of(config: Config, *, engines: bool = True) -> Demand:
 
 
 def engines_of(config: Config) -> Demand:
-    """Return the pieces of what only generates."""
+    """Return only the pieces that generate."""
     engine = config.engine
     started = 0 if engine.is_own or (engine.kind == "sglang" and engine.sglang.urls) else engine.replicas
     if engine.kind != "sglang":
@@ -107,12 +109,12 @@ def engines_of(config: Config) -> Demand:
 def misfit(demand: Demand, nodes: Sequence[int], *, what: str = "GPUs") -> str:
     """Return why the pieces do not fit, with the numbers; empty if they do.
 
-    The largest piece goes first, to the node where it leaves least: right where sizes divide one another, as powers of
-    two do.
+    The largest piece is placed first, on the node where it leaves the least room. This is exact if sizes divide one
+    another, as powers of two do.
 
     Args:
         demand: the pieces.
-        nodes: what each node has.
+        nodes: GPUs or CPUs of each node.
         what: what is counted: "GPUs", or "CPUs", of which a server takes one.
     """
     gpus, free, homeless = what == "GPUs", list(nodes), list[int]()
@@ -137,7 +139,7 @@ def misfit(demand: Demand, nodes: Sequence[int], *, what: str = "GPUs") -> str:
 
 
 def _listed(nodes: Sequence[int]) -> str:
-    """Nodes in words: "2 nodes of 8 and 1 of 4"."""
+    """Return nodes in words: "2 nodes of 8 and 1 of 4"."""
     if not nodes:
         return "0 nodes"
     counts = {size: list(nodes).count(size) for size in sorted(set(nodes), reverse=True)}

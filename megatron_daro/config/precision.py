@@ -1,9 +1,9 @@
-"""Which fp8 recipe of the actor can run where, and what of a model it can multiply.
+"""Which fp8 recipes of the actor can run on which machines, and which matrices of a model they can multiply.
 
-The configuration's checks ask before anything starts, with what is known of the machines by then; each rank asks
-again with what it sees (actor/precision.py). Versions are read from what is installed, because importing torch takes
-seconds. What is not known rejects nothing. The numbers are those of Transformer Engine 2.20.2 and Megatron-core
-0.16.1 to 0.19.2.
+The configuration's checks ask before anything starts, with what is known about the machines by then; each rank asks
+again with what it sees (actor/precision.py). Versions are read from the installed packages' metadata, because importing
+torch takes seconds. Unknown facts lead to no refusal. The numbers are those of Transformer Engine 2.20.2 and
+Megatron-core 0.16.1 to 0.19.2.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron_daro.config.problems import Problem, wrong
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a recipe would run on. None: not known. capability: the least of the GPUs, 0 on a CPU.
+    """Hardware and versions on which a recipe would run. None: not known.
 
-    cuda: that torch was built for. transformer_engine: its version, () where it is not installed. megatron: of
-    Megatron-core.
+    capability: the least compute capability of the GPUs, 0 on a CPU. cuda: the version for which torch was built.
+    transformer_engine: its version, () if it is not installed. megatron: version of Megatron-core.
     """
 
     capability: float | None = None
@@ -35,9 +35,8 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Of a recipe. below: compute capability from which on it does not run. width: what the matrices' sides divide by.
-
-    nearest: which recipes are most like it, best first.
+    """Requirements of a recipe. below: compute capability from which on it does not run. width: the sides of matrices
+    must be multiples of it. nearest: the recipes that are most like it, best first.
     """
 
     capability: float
@@ -58,11 +57,11 @@ NEEDS: dict[Fp8Recipe, _Needs] = {
     "blockwise": _Needs(9.0, (12, 9), (2, 3), 16, ("mxfp8", "tensorwise")),
     "mxfp8": _Needs(10.0, (12, 8), (2, 1), 32, ("blockwise", "tensorwise"), below=12.0),
 }
-"""By recipe."""
+"""Requirements by recipe."""
 
 
 def why_not(recipe: Fp8Recipe, found: Surroundings) -> str:
-    """Return why the recipe cannot run there; empty where it can, or where nobody knows."""
+    """Return why the recipe cannot run on `found`; empty if it can, or if that is not known."""
     needs = NEEDS[recipe]
     if found.capability == 0:
         return "there is no GPU"
@@ -83,12 +82,12 @@ def why_not(recipe: Fp8Recipe, found: Surroundings) -> str:
 
 
 def nearest(recipe: Fp8Recipe, found: Surroundings) -> Fp8Recipe | None:
-    """Return the recipe that is most like this one and runs there; None where no recipe does."""
+    """Return the recipe that is most like this one and runs on `found`; None if there is none."""
     return next((other for other in NEEDS[recipe].nearest if not why_not(other, found)), None)
 
 
 def problem(recipe: Fp8Recipe, found: Surroundings) -> Problem | None:
-    """Return what forbids the recipe there, with the nearest one that works."""
+    """Return why the recipe cannot run on `found`, with the nearest recipe that can."""
     why = why_not(recipe, found)
     if not why:
         return None
@@ -105,10 +104,11 @@ def problem(recipe: Fp8Recipe, found: Surroundings) -> Problem | None:
 
 
 def experts_problem(shape: ModelShape, found: Surroundings) -> Problem | None:
-    """Return why experts in fp8 could not be saved there: found at the first checkpoint, hours after the start.
+    """Return why experts in fp8 could not be saved; otherwise this would show at the first checkpoint, hours after the
+    start.
 
-    Source: Transformer Engine from 2.16 on saves no state of these recipes (`is_stateless_recipe`, module/base.py), and
-    Megatron-core below 0.19 reads `extra_fp8_variables` of it for each expert (`_split_extra_state`).
+    Source: Transformer Engine from 2.16 on saves no state for these recipes (`is_stateless_recipe`, module/base.py),
+    and Megatron-core below 0.19 reads `extra_fp8_variables` from that state for each expert (`_split_extra_state`).
     """
     core, engine = found.megatron, found.transformer_engine
     if not shape.experts or not core or not engine or core >= _SPLITS_NO_STATE or engine < _STATELESS_FP8:
@@ -124,10 +124,10 @@ def experts_problem(shape: ModelShape, found: Surroundings) -> Problem | None:
 
 
 def fp8_problems(actor: ActorSection, shape: ModelShape | None, found: Surroundings) -> Iterator[Problem]:
-    """Yield why a run could not compute in fp8: the first reason against it, and layers in bf16 that leave none for it.
+    """Yield why a run could not compute in fp8: the first reason that applies, and options that leave no layer for fp8.
 
     Args:
-        shape: of the model; None: not known. found: what it would run on.
+        shape: of the model; None: not known. found: hardware and versions on which it would run.
     """
     if actor.precision != "fp8":
         return
@@ -191,7 +191,7 @@ def installed(*, here: bool) -> Surroundings:
     """Return the versions that this interpreter would import.
 
     Args:
-        here: whether the ranks run on this machine; on others a package that is absent here says nothing.
+        here: whether the ranks run on this machine; if not, a package that is absent here may still be there.
     """
     engine = _version("transformer_engine")
     cudnn = next((v for v in map(_version, ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")) if v), None)

@@ -1,7 +1,6 @@
-"""One thing that is wrong with a configuration, how a rule says it, and how a list of them is reported.
+"""A problem of a configuration, how a rule states it, and how a list of problems is reported.
 
-Loading and checks collect Problems; one ConfigError carries them all. Nothing here stops at
-the first.
+Loading and checks collect Problems; one ConfigError carries them all, so nothing stops at the first.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ from megatron_daro.errors import ConfigError
 
 _LONGEST_VALUE = 120
 _ALIKE = 0.6
-"""Names less alike are no slip of the keyboard: one letter left out of two gives 0.67, unrelated words below 0.5."""
+"""Least similarity of names for a typing error: one of two letters missing gives 0.67, unrelated words give less than
+0.5."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A wrong field: its dotted path, what was got, what is allowed, how to fix it.
+    """A wrong field: its dotted path, the value that was given, what is allowed, how to fix it.
 
-    also: further fields the judgement used; if one of them is itself wrong, this problem says nothing new and is
-    left out.
-    place: `file:line` where known.
+    also: further fields on which the check depends; if one of them is wrong itself, this problem says nothing new and
+        is left out.
+    place: `file:line`, if known.
     """
 
     field: str
@@ -42,21 +42,21 @@ class Problem:
 
 
 def show(value: object) -> str:
-    """Return a value as people would write it, cut to a line."""
+    """Return a value as a user would write it, cut to one line."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
 def wrong(settings: object, field: str, allowed: str, fix: str, *, beside: str = "", got: str = "") -> Problem:
-    """Say that a field has a value that it must not have beside those of other fields.
+    """Return the problem that a field has a value that it must not have, given the values of other fields.
 
     Args:
         settings: a Config, or a mapping with some of its sections.
         field: dotted path, such as `rollout.keep_surplus`.
-        allowed, fix: for the user.
-        beside: paths, separated by spaces, of the other fields that the rule looked at: they are told with their
-            values, and where one of them is wrong itself nothing is said.
-        got: in place of the values.
+        allowed, fix: texts for the user.
+        beside: paths, separated by spaces, of the other fields that the rule looked at: the message shows their values,
+            and if one of them is wrong itself the problem is not reported.
+        got: text in place of the values.
     """
     also = tuple(beside.split())
     if not got:
@@ -70,7 +70,7 @@ _ABSENT = object()
 
 
 def _value_at(settings: object, path: str) -> object:
-    """Return the value of a dotted path; `_ABSENT` where the settings do not have it."""
+    """Return the value of a dotted path; `_ABSENT` if the settings do not have it."""
     for part in path.split("."):
         if isinstance(settings, Mapping):
             settings = settings.get(part, _ABSENT)
@@ -82,7 +82,7 @@ def _value_at(settings: object, path: str) -> object:
 
 
 def _text(value: object) -> str:
-    """Return a resolved value as the user wrote it; of a section what is not as by default."""
+    """Return a resolved value as a user would write it; for a section, the names of its options that were changed."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, Section):
@@ -93,7 +93,7 @@ def _text(value: object) -> str:
 
 
 def config_error(source: str, problems: Sequence[Problem]) -> ConfigError:
-    """One error with every problem on its own line.
+    """Return one error with every problem on its own line.
 
     Args:
         source: the file, for the first line.
@@ -104,21 +104,21 @@ def config_error(source: str, problems: Sequence[Problem]) -> ConfigError:
 
 
 def concerns(problem: Problem, fields: Iterable[str]) -> bool:
-    """Whether the problem rests on one of the fields (or on a field inside, or around, one of them)."""
+    """Return whether the problem depends on one of the fields (or on a field inside or around one of them)."""
     used = (problem.field, *problem.also)
     return any(a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.") for a in used for b in fields)
 
 
 def similarity(a: str, b: str) -> float:
-    """How alike two names are, 0 to 1, whatever their case, hyphens or underscores."""
+    """Return how alike two names are, 0 to 1; case does not matter, and hyphens equal underscores."""
     a, b = (name.lower().replace("-", "_") for name in (a, b))
     return difflib.SequenceMatcher(None, a, b).ratio()
 
 
 def nearest_paths(unknown: str, known: Sequence[str], *, at_most: int = 4) -> list[str]:
-    """Return the known dotted paths that an unknown one most likely means, best first; empty where nothing is alike.
+    """Return the known dotted paths that an unknown one most likely means, best first; empty if none is similar.
 
-    The last part decides; the same section comes before others. So `actor.learning_rate` finds
+    The last part decides; among equals, paths in the same section come first. So `actor.learning_rate` finds
     `actor.optimizer.learning_rate`.
     """
     *parents, leaf = unknown.split(".")
@@ -136,17 +136,17 @@ def nearest_paths(unknown: str, known: Sequence[str], *, at_most: int = 4) -> li
 
 
 def did_you_mean(names: Sequence[str], otherwise: str) -> str:
-    """`did you mean a or b?`; `otherwise` where there is no name."""
+    """Return `did you mean a or b?`, or `otherwise` if there is no name."""
     return f"did you mean {' or '.join(names)}?" if names else otherwise
 
 
 def check_passthrough(section: str, given: Mapping[str, Any], known: Iterable[str]) -> list[Problem]:
-    """Problems of keys that are handed on under upstream's names. The caller lists upstream's.
+    """Return the problems of keys that are passed on to an upstream library under its own names.
 
     Args:
         section: dotted path of the mapping, such as `engine.sglang.arguments`.
         given: the mapping of the user.
-        known: names upstream has, less those that other options of this package own.
+        known: upstream's names, without those that other options of this package set.
     """
     names = sorted(known)
     return [

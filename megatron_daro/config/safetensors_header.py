@@ -1,7 +1,7 @@
-"""The header of a safetensors file: which tensors it holds, of which dtype and shape, and where their bytes lie.
+"""The header of a safetensors file: which tensors it holds, their dtypes and shapes, and where their bytes are.
 
-The checks of a run, conversion, and what loads Hugging Face checkpoints call `read_header`; none of them needs torch
-for it. Format: 8 bytes of header length, JSON of {name: dtype, shape, data_offsets}, then the data. Refuses a header
+The checks of a run, conversion, and the loaders of Hugging Face checkpoints call `read_header`, which does without
+torch. Format: 8 bytes of header length, JSON of {name: dtype, shape, data_offsets}, then the data. Refuses a header
 that does not describe exactly the bytes of its file.
 """
 
@@ -30,15 +30,16 @@ ITEM_BYTES: Mapping[str, int] = {
     "U8": 1,
     "BOOL": 1,
 }
-"""The dtypes that are read, by the format's names."""
+"""Bytes per number of the dtypes that are read, by the format's names."""
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
-"""How a file begins that stands for one which git-lfs has not fetched. Source: the pointer format of git-lfs."""
+"""The beginning of a git-lfs pointer, which takes the place of a file that git-lfs has not fetched. Source: the pointer
+format of git-lfs."""
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _AGAIN = "Copy or download the checkpoint again"
 
 
 class HeaderError(ModelError):
-    """A file that is no whole safetensors file; `args` are what it is and what to do."""
+    """A file is not a complete safetensors file; `args` are what it is and what to do."""
 
     def __str__(self) -> str:
         return ". ".join(self.args)
@@ -46,7 +47,7 @@ class HeaderError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file; dtype by the format's name; `start` is its first byte, from the beginning of the file."""
+    """One tensor of a file. dtype: the format's name. start: position of its first byte in the file."""
 
     name: str
     dtype: str
@@ -55,7 +56,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of the tensor's data."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -63,8 +64,8 @@ def read_header(path: Path) -> dict[str, Entry]:
     """Return the tensors of a file by name.
 
     Raises:
-        HeaderError: no safetensors file, one that is shorter or longer than its header says, or with a dtype that is
-            not in `ITEM_BYTES`.
+        HeaderError: it is not a safetensors file, is shorter or longer than its header says, or has a dtype that is not
+            in `ITEM_BYTES`.
         OSError: it cannot be opened.
     """
     size = path.stat().st_size

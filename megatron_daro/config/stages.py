@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds, and each of its virtual parts, as Megatron-core divides them."""
+"""Which layers each pipeline stage and each of its virtual parts hold, as Megatron-core divides them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ STAGE_OPTIONS = (FIRST_STAGE, LAST_STAGE, *_ACCOUNTED)
 
 
 def stage_layers(layers: int, stages: int, options: Mapping[str, object]) -> list[int] | None:
-    """Return the layers of each pipeline stage; None where they do not divide, an option is no number of layers, or
-    options exclude each other.
+    """Return the number of layers of each pipeline stage; None if the layers do not divide evenly, an option is not a
+    number of layers, or options exclude each other.
 
     Args:
-        layers: of the model. stages: of the pipeline. options: of `actor.megatron`; those that name stages count.
+        layers: of the model. stages: of the pipeline. options: of `actor.megatron`; only STAGE_OPTIONS are read.
     """
     first, last = options.get(FIRST_STAGE), options.get(LAST_STAGE)
     given = [count for count in (first, last) if count is not None]
@@ -35,11 +35,12 @@ def stage_layers(layers: int, stages: int, options: Mapping[str, object]) -> lis
 
 
 def part_layers(layers: int, stages: int, virtual: int, options: Mapping[str, object]) -> list[list[range]] | None:
-    """Return for each pipeline stage the layers of each of its virtual parts; None where they do not divide, or where
-    Megatron-core cannot say which they are.
+    """Return, for each pipeline stage, the layers of each of its virtual parts; None if the layers do not divide
+    evenly, or if Megatron-core cannot compute the division.
 
     Args:
-        layers, stages, options: of `stage_layers`. virtual: parts of a stage; part i of stage p is at i * stages + p.
+        layers, stages, options: as in `stage_layers`. virtual: parts per stage; in the order of layers, part i of stage
+            p is at i * stages + p.
     """
     counts = stage_layers(layers, stages, options)
     if counts is None or any(count % virtual for count in counted(counts, options)):
@@ -52,7 +53,7 @@ def part_layers(layers: int, stages: int, virtual: int, options: Mapping[str, ob
     at = 0
     for part in range(virtual):
         for stage, size in enumerate(each):
-            # The embedding and the loss, where they count as layers, are in the first and the last part of all.
+            # If the embedding and the loss count as layers, they are in the very first and the very last part.
             size -= extra[0] * (part == stage == 0) + extra[1] * (part == virtual - 1 and stage == stages - 1)
             parts[stage].append(range(at, at + size))
             at += size
@@ -60,12 +61,13 @@ def part_layers(layers: int, stages: int, virtual: int, options: Mapping[str, ob
 
 
 def names_every_stage(stages: int, options: Mapping[str, object]) -> bool:
-    """Whether both of two stages have their number of layers. Megatron-core (0.16 to 0.19) then divides what is left by
-    the number of other stages, none, where stages have virtual parts."""
+    """Return whether options set the number of layers for both of two stages. With virtual parts, Megatron-core (0.16
+    to 0.19) then divides the remaining layers by the number of remaining stages, which is 0."""
     return stages == 2 and all(options.get(name) is not None for name in (FIRST_STAGE, LAST_STAGE))
 
 
 def counted(counts: list[int], options: Mapping[str, object]) -> list[int]:
-    """Return what is divided over the parts of each stage: its layers, and what is accounted as one."""
+    """Return, for each stage, what is divided over its parts: its layers, and the embedding or loss if they count as
+    layers."""
     extra = [1 if options.get(name) else 0 for name in _ACCOUNTED]
     return [n + extra[0] * (i == 0) + extra[1] * (i == len(counts) - 1) for i, n in enumerate(counts)]

@@ -1,27 +1,32 @@
-"""Weight transports, from the policy's ranks to an engine: what each needs, and what it does not go with.
+"""Weight transports, from the policy's ranks to an engine: what each needs, and what it cannot be combined with.
 
-What depends on the transport in a run asks its row: the rules of the configuration, the placement of processes, the
-start of a server and its vetting. Another one, to which ranks give Hugging Face tensors, is five files:
+Whatever depends on the transport looks it up in the table below: the rules of the configuration, the placement of
+processes, the start of a server and its vetting. To add a transport that sends Hugging Face tensors, change five files:
 
-* here, a row and a name
-* config/sections.py: a sentence at `engine.sglang.sync`, and the options of its own (docs/configuration.md is made of
-  both)
-* its sender: a file in sync/, and a line in `SENDERS` (sync/senders.py)
-* its servers' end: a line in `RECEIVING` (engine/sglang/receiving.py), and a class where its servers are told other
-  things than those of `Receiving`; what the sender must know, which sees no configuration, it puts into
-  `SendPlan.details`
+* this one: a name and a row
+* config/sections.py: a sentence at `engine.sglang.sync`, and options of its own (docs/configuration.md is generated
+  from both)
+* its sender: a new file in sync/, and a line in `SENDERS` (sync/senders.py)
+* the servers' end: a line in `RECEIVING` (engine/sglang/receiving.py), and a subclass of `Receiving` if its servers
+  must be told something else; the sender does not see the configuration, so this class puts what the sender must know
+  into `SendPlan.details`
 
-Some need more: a line in `EXPORTS` (runtime/weight_export.py) where it is not one rank of each pipeline stage that
-sends to all servers, one stage after the other (by host, `TrainWorker.relay` passes on handles of GPU memory and
-nothing else); a rule where no fact of a row says what it does not go with (config/rules/engine.py, `transport`); a
-loader where SGLang cannot load what arrives by itself (sync/in_server/); and for a package that both ends need,
-engine/sglang/upstream_names.py looks for it, and engine/sglang/interpreter.py refuses a run without it. The planner
-(workshop/plan/times.py) reckons a broadcast for all but adapters.
+Some transports need more:
 
-By `shards` all ranks send at once: each its own parameters, as Megatron has them, by a plan made of both layouts
-(runtime/shard_export.py); what asks for `shard_plan` needs that plan or the layout of servers. A second one of its
-kind, with another wire, would be a value of `engine.sglang.shards_over`. By `disk` nothing is sent: the servers' end
-asks for `WeightFiles`, which the ranks write as they write RUN/hf (sync/files.py), and has the servers read them.
+* a line in `EXPORTS` (runtime/weight_export.py), unless one rank of each pipeline stage sends to all servers, one stage
+  after another (`TrainWorker.relay`, which sends by host, passes on only handles of GPU memory)
+* a rule, if no field of `Transport` says what it cannot be combined with (config/rules/engine.py, `transport`)
+* a loader, if SGLang by itself cannot load what arrives (sync/in_server/)
+* for a package that both ends need: a search for it in engine/sglang/upstream_names.py, and a refusal of runs without
+  it in engine/sglang/interpreter.py
+
+The planner (workshop/plan/times.py) assumes a broadcast for every transport but adapters.
+
+With `shards` all ranks send at once: each sends its own parameters, in Megatron's layout, by a plan made from both
+layouts (runtime/shard_export.py); code that checks `shard_plan` needs this plan or the layout of the servers. A variant
+of `shards` over another network layer would be a value of `engine.sglang.shards_over`. With `disk` nothing is sent: the
+servers' end asks for `WeightFiles`, which the ranks write as they write RUN/hf (sync/files.py), and then has the
+servers read them.
 """
 
 from __future__ import annotations
@@ -31,27 +36,28 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 SGLangTransport = Literal["distributed", "shards", "disk", "tensor", "adapters"]
-"""Those to SGLang servers: the values of `engine.sglang.sync`."""
+"""The transports to SGLang servers: the values of `engine.sglang.sync`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """What is true of one transport, for rules, placement and the start. An update asks none of this: what servers are
-    told is in the transport's class in `RECEIVING`, and who sends when in its line of `EXPORTS`.
+    """Facts about one transport, for rules, placement and the start. An update reads none of them: the transport's
+    class in `RECEIVING` decides what servers are told, and its line in `EXPORTS` which ranks send, and when.
 
-    calls: that a server must have for it, beside those that every run needs.
-    only_sglang: the one version whose parameters are known; empty: any that has the calls.
-    loader: that servers are started with, to load what SGLang cannot load itself: `module.function` of sync/in_server/.
-    options: of engine.sglang that are for this transport alone.
-    collective: both ends are ranks of one group, so they need one NCCL.
-    shard_plan: each rank of the policy sends what it holds to those ranks of servers that need it, by a plan made of
-        both layouts.
-    maps_memory: handles of GPU memory are handed over, inside a host, to servers that see the GPUs of its ranks.
-    checkpoint: servers read an HF checkpoint when all of it is there.
-    no_shared_gpus: why it cannot serve where a rank and a server share a GPU; empty where it can.
-    adapters: the adapters of section `lora` go, and no weights: all in one call, under a name of their own which
-        requests then give, so that servers go on with what they are doing.
-    no_fp8_blocks: why it cannot carry blocks of fp8; empty where it can.
+    calls: calls that a server must offer for it, beside those that every run needs.
+    only_sglang: the only SGLang version whose parameters are known; empty: any version that offers the calls.
+    loader: loader for what SGLang cannot load itself, with which servers are started: `module.function` of
+        sync/in_server/.
+    options: options of engine.sglang that only this transport reads.
+    collective: both ends are ranks of one communicator, so they need the same NCCL.
+    shard_plan: each rank of the policy sends what it holds to those server ranks that need it, by a plan made from both
+        layouts.
+    maps_memory: ranks pass handles of GPU memory, within a host, to servers that see the ranks' GPUs.
+    checkpoint: servers read an HF checkpoint once it is complete.
+    no_shared_gpus: why it cannot be used if ranks and servers share GPUs; empty if it can.
+    adapters: only the adapters of section `lora` are sent, all in one call and under a new name, which later requests
+        give; so servers need not pause.
+    no_fp8_blocks: why it cannot carry fp8 blocks; empty if it can.
     """
 
     calls: tuple[str, ...] = ()
@@ -101,9 +107,9 @@ TRANSPORTS: Mapping[str, Transport] = {
     ),
     "ray": Transport(),
 }
-"""By name. `ray` goes to the embedded engines: through the object store."""
+"""Transports by name. `ray` goes to the embedded engines, through the object store."""
 
 
 def sglang_transports(where: Callable[[Transport], bool]) -> str:
-    """Name the values of `engine.sglang.sync` for which this holds, for messages."""
+    """Return the values of `engine.sglang.sync` whose transports satisfy `where`, joined by "or", for messages."""
     return " or ".join(name for name in get_args(SGLangTransport) if where(TRANSPORTS[name]))

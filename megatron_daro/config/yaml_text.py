@@ -1,16 +1,17 @@
 """YAML text <-> plain values, strictly, and `a.b=c` overrides from the command line, laid over a file's values.
 
-The only reader and writer of YAML of the package. Built on PyYAML's safe loader; scalars are those of YAML 1.2, so
-`1e-6` is a number, and `no`, `1:30` and dates are text; so are `010`, `0o17` and `0x1F`. Refuses duplicate keys, tags
-(`!!python/...`), keys that are not text, and documents of more than 10,000 values, aliases unfolded.
+The only reader and writer of YAML in the package. Built on PyYAML's safe loader; scalars follow YAML 1.2, so `1e-6` is
+a number, and `no`, `1:30` and dates are text; so are `010`, `0o17` and `0x1F`. Refuses duplicate keys, tags
+(`!!python/...`), keys that are not text, and documents of more than 10,000 values after aliases are expanded.
 
-An override's value is YAML: a mapping is merged key by key, anything else replaces; a number in the path is a position
-in a list; the last of two equal paths wins. Whether a key exists is judged later, for file and overrides alike.
+An override's value is YAML: a mapping is merged key by key, any other value replaces the old one; a number in the path
+is a position in a list; of two equal paths the last wins. Whether keys exist is checked later, for the file and
+overrides together.
 
-ruamel.yaml (0.19.1), the kept library for YAML 1.2, would not make this file shorter: it reads `010` as 10, `0o17` as
-15 and `2024-01-01` as a date, so it needs a table of scalars too; it stops at the first duplicate key or tag, where all
-problems are reported with their lines; a `%YAML 1.1` line turns `yes` into true; aliases may unfold without end or
-contain themselves; and it writes a text with U+0085 so that it comes back changed.
+ruamel.yaml (0.19.1), a maintained library for YAML 1.2, would not make this file shorter: it reads `010` as 10, `0o17`
+as 15 and `2024-01-01` as a date, so it too needs a table of scalars; it stops at the first duplicate key or tag, while
+this file reports all problems with their lines; a `%YAML 1.1` line turns `yes` into true; aliases may expand without
+end or contain themselves; and a text with U+0085 comes back changed.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes what either the rules of YAML 1.1 or those of 1.2 would not read as text."""
+    """SafeDumper that quotes every text that YAML 1.1 or YAML 1.2 would not read as text."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
 
 
 def _represent_text(dumper: yaml.Dumper, text: str) -> yaml.ScalarNode:
-    # PyYAML folds a line break in plain and single quotes, and loses U+0085, U+2028 and U+2029 there.
+    # In plain and single-quoted style PyYAML folds line breaks, and loses U+0085, U+2028 and U+2029.
     style = '"' if any(c in text for c in "\n\r\x85\u2028\u2029") else None
     return dumper.represent_scalar(_CORE + "str", text, style=style)
 
@@ -60,7 +61,7 @@ def _represent_text(dumper: yaml.Dumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 for _name, _pattern, _first in _SCALARS:
-    # A leading zero ("010") is octal in YAML 1.1, decimal in 1.2: here it is neither, and stays text.
+    # A number with a leading zero ("010") is octal in YAML 1.1 and decimal in 1.2: here it stays text.
     _exact = re.compile(_pattern if _name != "float" else rf"^(?![-+]?0[0-9]){_pattern[1:]}")
     _Loader.add_implicit_resolver(_CORE + _name, _exact, list(_first))
     _Dumper.add_implicit_resolver(_CORE + _name, _exact, list(_first))
@@ -68,7 +69,7 @@ for _name, _pattern, _first in _SCALARS:
 
 @dataclass(slots=True)
 class Document:
-    """What a text says: plain values, the line (from 1) of each dotted path, and what is wrong with it."""
+    """The content of a text: plain values, the line (from 1) of each dotted path, and the problems."""
 
     value: object = None
     lines: dict[str, int] = field(default_factory=dict)
@@ -105,12 +106,13 @@ def parse(text: str, source: str) -> Document:
 
 
 def dump(value: object) -> str:
-    """Plain values as YAML text that `parse` reads back to equal values."""
+    """Return plain values as YAML text, which `parse` reads back as equal values."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
 
 
 class _Inspection:
-    """Walks the nodes of a document before anything is constructed: lines, duplicate keys, tags, size."""
+    """Walks the nodes of a document before any value is constructed: notes lines, and reports duplicate keys, tags and
+    too many values."""
 
     def __init__(self, document: Document, source: str) -> None:
         self.document, self.source = document, source

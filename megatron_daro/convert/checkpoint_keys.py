@@ -1,8 +1,9 @@
-"""What Megatron's distributed checkpoints call each parameter: a key, and a place along the prepended axes.
+"""How Megatron's distributed checkpoints name each parameter: by a key, and an index along the prepended axes.
 
-Layers are the first axis of one tensor per parameter of a layer, experts the second; a checkpoint may also hold each
-layer under its own key (`non_homogeneous_layers`, and newer Megatron with `singleton_local_shards`). Source:
-megatron/core/transformer/transformer_block.py and moe/experts.py, `sharded_state_dict`, 0.16.1.
+All layers share one tensor per parameter, whose first axis is the layer and whose second, for experts, is the expert; a
+checkpoint may also hold each layer under its own key (`non_homogeneous_layers`, and newer Megatron with
+`singleton_local_shards`). Source: megatron/core/transformer/transformer_block.py and moe/experts.py,
+`sharded_state_dict`, 0.16.1.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _EXPERTS_NORM, _DENSE_NORM = ".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer
 
 @dataclass(frozen=True, slots=True)
 class GlobalBox:
-    """A parameter within a global tensor: `index` along the prepended axes, whose sizes are `sizes`."""
+    """The place of a parameter in a global tensor: `index` along the prepended axes, whose sizes are `sizes`."""
 
     key: str
     index: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     layer_key: str | None = None
-    """The key where each layer has its own; the first axis is then absent."""
+    """The key if each layer has its own key; the first axis is then absent. None for parameters outside the layers."""
 
     @property
     def name(self) -> str:
-        """The key with its index, for people."""
+        """The key with its index, for messages."""
         return self.key + "".join(f"[{i}]" for i in self.index)
 
     def without_layers(self) -> GlobalBox:
@@ -41,10 +42,10 @@ class GlobalBox:
 
 
 def other_name(box: GlobalBox) -> GlobalBox | None:
-    """Return the box under the other name that Megatron-core gives the same parameter; None where there is none.
+    """Return the box under a second name that Megatron-core gives to the same parameter; None if it has only one.
 
-    The norm before a layer's experts: with Transformer Engine's layers the key is that of the module, with Megatron's
-    own the one that a dense layer's norm has (gpt_layer_specs.py, `sharded_state_dict_keys_map`, 0.16.1).
+    Only the norm before a layer's experts has two: with Transformer Engine's layers its key is that of the module, with
+    Megatron's own layers that of a dense layer's norm (gpt_layer_specs.py, `sharded_state_dict_keys_map`, 0.16.1).
     """
     if not box.key.endswith(_EXPERTS_NORM):
         return None
@@ -53,7 +54,7 @@ def other_name(box: GlobalBox) -> GlobalBox | None:
 
 
 def possible_boxes(box: GlobalBox) -> list[GlobalBox]:
-    """Return all names and shapes under which checkpoints may hold a parameter, the most usual first."""
+    """Return all boxes in which checkpoints may hold a parameter, the most usual one first."""
     return [candidate for own in (box, other_name(box)) if own is not None for candidate in (own, own.without_layers())]
 
 
@@ -61,7 +62,7 @@ def global_boxes(rules: Sequence[TensorRule]) -> list[GlobalBox]:
     """Return the box of each rule's parameter.
 
     Args:
-        rules: of a whole model, with Transformer Engine's names, which are those of checkpoints.
+        rules: of a whole model, with Transformer Engine's names, which checkpoints use.
     """
     layers = 1 + max((rule.layer for rule in rules if rule.layer is not None), default=-1)
     experts = 1 + max((rule.expert for rule in rules if rule.expert is not None), default=-1)

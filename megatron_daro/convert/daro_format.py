@@ -1,7 +1,7 @@
-"""Our own Megatron checkpoint files: safetensors and one JSON index of which box of which tensor lies where.
+"""Our own format of Megatron checkpoints: safetensors files, and a JSON index of where each box of a tensor is.
 
-The actor's checkpoints and `convert --format daro` write it; `DaroPieces` reads it. Nothing in
-it is unpickled here: `common.pt` is of the training state, and the actor reads it with torch's weights-only loader.
+The actor's checkpoints and `convert --format daro` write it; `DaroPieces` reads it. Nothing is unpickled here:
+`common.pt` belongs to the training state, and the actor reads it with torch's weights-only loader.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write_index(directory: Path, shards: Iterable[StoredShard]) -> None:
 
 
 def read_index(directory: Path) -> Iterator[StoredShard]:
-    """Yield what the index says. Raises CheckpointError where it cannot be read, or names files elsewhere."""
+    """Yield the shards of the index. Raises CheckpointError if it cannot be read, or names files in other folders."""
     try:
         rows = json.loads((directory / INDEX_FILE).read_text())["shards"]
         for key, file, name, offset, shape, global_shape in rows:
@@ -56,13 +56,13 @@ def read_index(directory: Path) -> Iterator[StoredShard]:
 
 
 def write_metadata(directory: Path) -> None:
-    """Write what says that the directory is of this format. Raises OSError."""
+    """Write the file that marks the directory as a checkpoint of this format. Raises OSError."""
     metadata = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
     (directory / METADATA_FILE).write_text(json.dumps(metadata))
 
 
 def read_backend(directory: Path) -> tuple[str, int]:
-    """Return (back end, version) of a Megatron checkpoint. Raises CheckpointError where nothing says it."""
+    """Return (back end, version) of a Megatron checkpoint. Raises CheckpointError if its metadata cannot be read."""
     path = directory / METADATA_FILE
     try:
         metadata = json.loads(path.read_text())
@@ -84,7 +84,7 @@ class DaroPieces(PieceStore):
     """The tensors of a checkpoint directory of this format."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the index; files are opened when a tensor of them is asked for.
+        """Read the index; files are opened when one of their tensors is asked for.
 
         Raises:
             CheckpointError: the index is missing or torn.
@@ -97,11 +97,11 @@ class DaroPieces(PieceStore):
         self._headers: dict[str, dict[str, Entry]] = {}
 
     def keys(self) -> list[str]:
-        """Every key, sorted."""
+        """Return every key, sorted."""
         return sorted(self._shards)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of the whole tensor, from the index."""
+        """Return the shape of the whole tensor, from the index."""
         return self.boxes(key)[0].global_shape
 
     def boxes(self, key: str) -> Sequence[StoredShard]:

@@ -1,13 +1,13 @@
 """Hugging Face checkpoints: lazy reading, and streamed, atomic writing.
 
-Reading takes safetensors in one file or several with an index, and only the bytes of the rows and columns that are
-asked for. Every header is checked against its file's size when the checkpoint is opened, so a torn download is
-rejected before anything starts; so are pickles (`pytorch_model.bin`), since reading one can run code. Matrices in fp8
+Reading accepts one safetensors file, or several with an index, and reads only the bytes of the rows and columns that
+are asked for. Every header is checked against its file's size when the checkpoint is opened, so a torn download is
+refused before anything starts; so are pickles (`pytorch_model.bin`), since loading one can run code. Matrices in fp8
 blocks (`NAME.weight` with `NAME.weight_scale_inv`, as DeepSeek-V3 is published) are read as bf16.
 
-Writing takes a stream of (name, tensor) and holds one file's tensors at a time. Everything is written and synced to a
-sibling directory, which is then renamed, so the checkpoint appears whole or not at all. Nothing that exists is
-overwritten, and no code (`*.py`) is copied with the tokenizer.
+Writing takes a stream of (name, tensor) and holds one file's tensors in memory at a time. Everything is written and
+synced to a sibling directory, which is then renamed, so the checkpoint appears whole or not at all. Nothing that exists
+is overwritten, and no code (`*.py`) is copied with the tokenizer.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _SCALES = "_scale_inv"
 class HFCheckpoint(Mapping[str, Tensor]):
     """A checkpoint directory as a mapping from tensor name to tensor; a tensor is read when it is asked for.
 
-    Of a family of config.json whose files hold all experts of a layer in one tensor, those of each expert are shown
-    (convert/stacked.py), in bf16 where the file has them in MXFP4.
+    If the family of config.json keeps all experts of a layer in one tensor, the tensors of each expert appear by
+    themselves (convert/stacked.py), in bf16 if the file has them in MXFP4.
 
     Args:
-        directory: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names. as_stored: all
-            experts of a layer are shown in one tensor where the files have them so.
+        directory: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names. as_stored: show
+            all experts of a layer in one tensor if the files hold them so.
 
     Raises:
-        ModelError: no such directory, no safetensors, a missing or torn file, an index that does not fit its files or
-            that lies beside a `model.safetensors` of its own, which transformers would read instead.
+        ModelError: there is no such directory or no safetensors in it, a file is missing or torn, an index does not fit
+            its files, or it stands beside a separate `model.safetensors`, which transformers would read instead.
     """
 
     def __init__(self, directory: str | Path, *, as_stored: bool = False) -> None:
@@ -74,17 +74,18 @@ class HFCheckpoint(Mapping[str, Tensor]):
             self._check_scales(name)
 
     def names(self) -> list[str]:
-        """Every tensor name, sorted."""
+        """Return every tensor name, sorted."""
         return sorted([*self._pieces.by_name, *self._experts])
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, read now, on the CPU, in the dtype of the file. Raises ModelError if it is missing or torn."""
+        """Return one tensor, read now, on the CPU, in the dtype of `dtype`. Raises ModelError: missing or torn."""
         return self.read(name, 0, self.shape(name)[0]) if self.shape(name) else self._pieces.read(name, [], [])
 
     def read(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None, *, out: Tensor | None = None
     ) -> Tensor:
-        """Return rows [start, stop) of a tensor, of these columns (None: all); no other byte of it is read.
+        """Return rows [start, stop) and `columns` (None: all) of a tensor. Only these bytes are read, except that an
+        expert in a stack is read whole.
 
         With `out`, that tensor is filled and returned.
 
@@ -113,7 +114,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
         return self._experts[name][1] if name in self._experts else self._piece(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that a tensor is read in. Raises ModelError if it is missing."""
+        """Return the dtype in which a tensor is read. Raises ModelError if it is missing."""
         if name in self._experts:
             stack = self._stacks.by_name.get(self._experts[name][0].stack)
             return torch.bfloat16 if stack is None else stack.dtype
@@ -125,7 +126,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
         return self._pieces.bytes_read + self._scales.bytes_read + self._stacks.bytes_read
 
     def close(self) -> None:
-        """Let go of the files; they are opened again when needed."""
+        """Close the files; they are opened again when needed."""
         for pieces in (self._pieces, self._scales, self._stacks):
             pieces.close()
         self._last = None
@@ -155,7 +156,8 @@ class HFCheckpoint(Mapping[str, Tensor]):
         return read_json(file) if file.is_file() else {}
 
     def _names_of_text(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the names, by those of the model of text alone where the checkpoint is of one that sees images too."""
+        """Return the text model's name of each tensor -> its name in the files, which differs if the model also sees
+        images."""
         config = self._config()
         inner = "model.language_model." if text_part(config) != config else "model."
         return {name.replace(inner, "model.", 1) if name.startswith(inner) else name: name for name in names}
@@ -165,8 +167,8 @@ class HFCheckpoint(Mapping[str, Tensor]):
         return taken_apart(family, {name: piece.shape for name, piece in found.items()}) if family else {}
 
     def _of_expert(self, place: Place) -> Tensor:
-        """Return what a stack has of one expert, [rows, columns] or [rows], and keep it: gate and up are read one after
-        the other."""
+        """Return the part of a stack that belongs to one expert, [rows, columns] or [rows], and keep it, since gate and
+        up are read one after the other."""
         stack, expert = place.stack, place.expert
         if self._last is None or self._last[0] != (stack, expert):
 
@@ -183,8 +185,8 @@ class HFCheckpoint(Mapping[str, Tensor]):
         return self._last[1]
 
     def _read_blocks(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        """Return a box of a matrix in fp8 blocks as bf16: the product with its block's scale, taken in fp32, as
-        transformers 5.24 (integrations/finegrained_fp8.py, `Fp8Dequantize`) has it in a bf16 model."""
+        """Return a box of a matrix in fp8 blocks as bf16: each number times its block's scale, multiplied in fp32, as
+        in a bf16 model of transformers 5.24 (integrations/finegrained_fp8.py, `Fp8Dequantize`)."""
         first = [start // BLOCK for start in offset]
         last = [-(-(start + count) // BLOCK) for start, count in zip(offset, size, strict=True)]
         scale_nk = self._scales.read(name, first, [b - a for a, b in zip(first, last, strict=True)]).float()
@@ -203,7 +205,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
             )
 
     def _locate(self) -> dict[str, Piece]:
-        """Tensor name -> where it is; reads the header of every file and checks it against the file's size."""
+        """Return tensor name -> where it is. Reads the header of every file and checks it against the file's size."""
         if not self.directory.is_dir():
             what = "a file, not a directory" if self.directory.exists() else "not a directory"
             raise ModelError(f"{self.directory} is {what}. Give the local directory of the checkpoint.")
@@ -260,7 +262,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
         return {name: held[file][name] for name, file in weight_map.items()}
 
     def _check_unnamed(self, named: list[str]) -> None:
-        """Refuse weights beside the files that the index names: which of the two are the model?"""
+        """Refuse weights beside the files that the index names: it would be unclear which of them are the model."""
         if SINGLE_FILE not in named and (self.directory / SINGLE_FILE).is_file():
             raise ModelError(
                 f"{self.directory} holds {SINGLE_FILE} beside {INDEX_FILE}, which names {named[0]}: transformers reads "
@@ -296,7 +298,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
 
 
 class _WholePieces(PieceStore):
-    """Every tensor is one piece: the whole."""
+    """Tensors that are stored whole, each in one piece."""
 
     error = ModelError
 
@@ -329,9 +331,9 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-_TEMPLATE_FOLDER = "additional_chat_templates"  # of transformers: further templates, a .jinja file each
+_TEMPLATE_FOLDER = "additional_chat_templates"  # transformers' folder of further templates, one .jinja file each
 _LICENSES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-"""How the names of files begin that must go wherever the weights go."""
+"""Beginnings of the names of files that must be copied with the weights."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: transformers 5 and 4; both read the second
 
 
@@ -346,15 +348,15 @@ def write_hf_checkpoint(
     """Write a checkpoint directory that transformers loads.
 
     Args:
-        directory: must not exist; its parent is made.
+        directory: must not exist; its parent is created.
         tensors: (HF name, tensor), any device; consumed once, in order.
         config: the content of config.json, written as it is.
         tokenizer_files: a directory to copy the tokenizer and generation_config.json from; None copies nothing.
         max_shard_bytes: files hold at most this many bytes of tensors, or one larger tensor.
 
     Raises:
-        ModelError: the directory exists, a name comes twice, no tensor came, or the disk refused. What was written is
-            removed first; errors of the stream itself pass through, after the same.
+        ModelError: the directory exists, a name came twice, no tensor came, or the disk refused. Errors of the stream
+            itself are passed on. In each case what was written is removed first.
     """
     target = Path(directory)
     if target.exists():
@@ -375,10 +377,11 @@ def write_hf_checkpoint(
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Yield a folder beside the target that gets its name at the end, synced; an error removes it and passes through.
+    """Yield a folder beside the target; at the end it is synced and renamed to the target. After an error in the block
+    it is removed, and the error is passed on.
 
     Args:
-        target: not there, or empty; its parent is made.
+        target: must not exist, or be empty; its parent is created.
     """
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
@@ -393,7 +396,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 class _ShardWriter:
-    """Collects tensors until a file is full. File names carry the number of files, so they are given at the end."""
+    """Collects tensors until a file is full. File names contain the number of files, so they are given at the end."""
 
     def __init__(self, directory: Path, max_shard_bytes: int) -> None:
         self._directory = directory
@@ -405,13 +408,13 @@ class _ShardWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor; write the file before it when both together would exceed the limit."""
+        """Take one tensor. If the file would exceed the limit with it, write the file without it first."""
         if name in self._seen:
             raise ModelError(f"tensor {name} came twice; a checkpoint holds each name once.")
         if self._pending and self._pending_bytes + tensor.nbytes > self._limit:
             self._flush()
         self._seen.add(name)
-        # A clone frees the larger buffer a view would keep alive, and safetensors refuses tensors that share memory.
+        # A view would keep a larger buffer alive, and safetensors refuses tensors that share memory: clone it.
         shared = tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous()
         plain = tensor.detach().cpu()
         self._pending[name] = plain.clone().contiguous() if shared else plain
@@ -419,7 +422,7 @@ class _ShardWriter:
         self._total_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write what is left, give the files their names, and write the index if there are several."""
+        """Write the remaining tensors, give the files their names, and write the index if there are several files."""
         if not self._seen:
             raise ModelError("no tensor came; a checkpoint without weights is not written.")
         self._flush()
@@ -445,12 +448,12 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def shard_name(number: int, count: int) -> str:
-    """Return the name of file `number` of `count`, as transformers gives it; tools look for these names."""
+    """Return the name of file `number` (from 0) of `count`, as in transformers; tools look for these names."""
     return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """Write the index of several files: which of them has a tensor. One file has none."""
+    """Write the index of several files: tensor name -> file. A single file gets no index."""
     if len(set(weight_map.values())) > 1:
         content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(directory / INDEX_FILE, content)
@@ -477,15 +480,21 @@ def copy_model_files(
     further_layers: bool = True,
     changes: Mapping[str, Any] = {},
 ) -> None:
-    """Copy config.json and what `copy_tokenizer` takes; with `dtype`, config.json then says that dtype (torch's name):
-    loaders would otherwise convert to that of the source. It never says that the tensors are quantized. always: also
-    where the source names none. further_layers: whether the target has those that predict tokens after the next.
-    changes: what else config.json shall say. A source that is no folder is the content of config.json."""
+    """Copy config.json, adapted to the target, and everything that `copy_tokenizer` copies. The target's config.json
+    never says that the tensors are quantized.
+
+    Args:
+        source: the model's folder, or the content of config.json.
+        dtype: torch's name of the dtype that config.json shall name, since loaders would otherwise convert to that of
+            the source; None: as in the source. always: name it even if the source names none.
+        further_layers: whether the target has layers that predict tokens after the next.
+        changes: further changes to config.json.
+    """
     folder = source if isinstance(source, Path) else None
     text = json.dumps(source) if folder is None else (folder / "config.json").read_text(encoding="utf-8")
     given = json.loads(text)
     config = text_part(given)
-    was_quantized = config.pop("quantization_config", None) is not None  # the weights beside it are not
+    was_quantized = config.pop("quantization_config", None) is not None  # the target's weights are not
     keys = [key for key in _DTYPE_KEYS if key in config] or (_DTYPE_KEYS[1:] if always else ())
     named = {**({} if dtype is None else dict.fromkeys(keys, dtype)), **changes}
     named |= {} if further_layers else without_further_layers(config)

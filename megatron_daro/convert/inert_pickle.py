@@ -1,4 +1,5 @@
-"""Pickles of other programs, read without running anything: names stand for what a list says, or for inert records."""
+"""Pickles of other programs, read without running any code: each name in them is replaced by what a list allows, or by
+an inert record."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ _DTYPES = {("torch", name): value for name, value in vars(torch).items() if isin
 
 
 class Inert:
-    """Stands for an object of a class that is not loaded: takes what a pickle does to it, and does nothing.
+    """Stands for an object of a class that is not loaded: accepts everything that a pickle does to it, without effect.
 
-    Compared by identity, also as a key. state: what the pickle gave it.
+    Compared by identity, also as a dictionary key. state: the state that the pickle set.
     """
 
     state: object
 
     def __new__(cls, *arguments: object, **named: object) -> Inert:
-        """Make it without its constructor too, as pickles do."""
+        """Create the object; pickles may do this without calling the constructor."""
         record = super().__new__(cls)
         record.state = {}
         return record
@@ -37,28 +38,28 @@ class Inert:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The attributes that it was given by name; none where it was given something else."""
+        """The attributes that the pickle set by name; empty if its state is something else."""
         return self.state if isinstance(self.state, dict) else {}
 
     def __setitem__(self, key: object, value: object) -> None:
-        """Ignore an entry, where the class is a kind of dict."""
+        """Ignore an entry, for classes that are a kind of dict."""
 
     def append(self, value: object) -> None:
-        """Ignore an element, where the class is a kind of list."""
+        """Ignore an element, for classes that are a kind of list."""
 
     def extend(self, values: object) -> None:
-        """Ignore elements, where the class is a kind of list."""
+        """Ignore elements, for classes that are a kind of list."""
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Takes the names it is given and torch's dtypes, and no other."""
+    """Accepts only the names in `allowed` and torch's dtypes."""
 
     def __init__(self, content: bytes, allowed: Mapping[tuple[str, str], object], where: Path) -> None:
         super().__init__(io.BytesIO(content))
         self._allowed, self._where = allowed, where
 
     def find_class(self, module: str, name: str) -> object:
-        """Return what stands for a name. Raises CheckpointError for one that is not on the list."""
+        """Return the object that replaces a name. Raises CheckpointError if the name is not allowed."""
         if (module, name) in _DTYPES:
             return _DTYPES[module, name]
         if (module, name) not in self._allowed:
@@ -69,16 +70,16 @@ class RestrictedUnpickler(pickle.Unpickler):
         return self._allowed[module, name]
 
     def persistent_load(self, pid: object) -> object:
-        """Return the record of a tensor's storage, as torch.save writes it."""
+        """Return the record of a tensor's storage unchanged, as torch.save wrote it."""
         return pid
 
 
 class InertUnpickler(RestrictedUnpickler):
-    """Takes every name: each stands for an `Inert`."""
+    """Accepts every name and replaces each with `Inert`."""
 
     def __init__(self, content: bytes, where: Path) -> None:
         super().__init__(content, {}, where)
 
     def find_class(self, module: str, name: str) -> object:
-        """Return an inert class; nothing of the pickle is imported."""
+        """Return `Inert`; nothing that the pickle names is imported."""
         return Inert

@@ -2,15 +2,15 @@
 
 `shard` cuts HF tensors for a rank and `merge` is its inverse. The table of the decoder's parameters
 (convert/parameters.py) is joined with the family's names (families/table.py) by role. A rule names a parameter by its
-GLOBAL layer and expert; a rank translates with `global_name`. Values and dtypes never change. Rejects tensors of the
-wrong shape and tensor-parallel sizes that do not divide.
+GLOBAL layer and expert; a rank translates with `global_name`. Values and dtypes never change. Refuses tensors of the
+wrong shape and tensor-parallel sizes that do not divide a parameter.
 
 Layouts (Megatron-core 0.16.1): linear_qkv holds, for each key/value group, [its query heads | key | value], and
-tensor parallelism cuts these rows into equal runs, also where there are fewer groups than ranks
+tensor parallelism cuts these rows into equal runs, even if there are fewer groups than ranks
 (transformer/attention.py, `get_query_key_value_tensors`); linear_fc1 holds [gate rows; up rows] per rank
 (transformer/mlp.py, `glu`); linear_proj and linear_fc2 are cut along their columns. Experts are cut over the
-expert-tensor-parallel ranks. With a gate of attention's output a group of linear_qkv is [its query heads | their gates
-| key | value]; in_proj of linear attention holds per rank [queries; keys; values; gates; betas; decays], conv1d the
+expert-tensor-parallel ranks. If attention's output has a gate, a group of linear_qkv is [its query heads | their gates
+| key | value]; in_proj of linear attention holds per rank [queries; keys; values; gates; betas; decays], and conv1d the
 first three (ssm/gated_delta_net.py).
 """
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 VALUE_HEAD = "score.weight"
-"""Hugging Face's name of a layer with one output in the output layer's place (`...ForSequenceClassification`)."""
+"""Hugging Face's name of a layer with one output that replaces the output layer (`...ForSequenceClassification`)."""
 
 _LAYER = re.compile(r"^(.*decoder\.layers\.)(\d+)(\..*)$")
 _EXPERT = re.compile(r"^(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)$")
@@ -53,7 +53,7 @@ _EXPERT = re.compile(r"^(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Entries [start, stop) of HF tensor `source` (its place in the rule) along the rule's dimension."""
+    """Entries [start, stop) of HF tensor number `source` of the rule, along the rule's dimension."""
 
     source: int
     start: int
@@ -62,13 +62,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class TensorRule:
-    """One Megatron parameter and the HF tensors it is made of.
+    """One Megatron parameter and the HF tensors from which it is made.
 
-    kind: see `Kind`. groups: key/value groups, for qkv; key heads, for heads. sections: slices of the whole parameter,
-    of which each rank has a run of every section; empty where kind and groups say it all. vocab rows are those of the
-    HF tensor, unpadded. layer, expert: of the whole model, from 0; None outside the layers, and for what is not an
-    expert's. The tensor-parallel rank and size of an expert's rule are those of expert tensor parallelism. fp32: see
-    `Parameter`.
+    hf_shapes: of the HF tensors; those of vocab are not padded.
+    kind: see `Kind`. groups: number of key/value groups for qkv, of key heads for heads.
+    sections: slices of the whole parameter; each rank holds a run of every section. Empty if kind and groups determine
+        the layout.
+    layer, expert: numbers in the whole model, from 0; None outside the layers, and for parameters of no expert. For an
+        expert's rule the tensor-parallel rank and size are those of expert tensor parallelism.
+    fp32: see `Parameter`.
     """
 
     megatron_name: str
@@ -83,7 +85,7 @@ class TensorRule:
 
     @property
     def dim(self) -> int:
-        """The dimension that tensor parallelism cuts, and along which the slices stand side by side."""
+        """The dimension that tensor parallelism cuts, and along which the slices are concatenated."""
         return 1 if self.kind == "columns" else 0
 
     @property
@@ -92,7 +94,7 @@ class TensorRule:
         return self.kind != "copy"
 
     def local_shape(self, tp_size: int, *, padded_vocab: int | None = None) -> tuple[int, ...]:
-        """Shape of the parameter on one of `tp_size` ranks. Raises ModelError where it does not divide."""
+        """Return the shape of the parameter on one of `tp_size` ranks. Raises ModelError if it does not divide."""
         rows, rest = self.hf_shapes[0][0], self.hf_shapes[0][1:]
         if self.kind == "copy":
             return self.hf_shapes[0]
@@ -119,11 +121,12 @@ class TensorRule:
             padded_vocab: as for `shard`.
 
         Returns:
-            Put side by side along `dim`, in this order, they are the shard; of a vocabulary, zero rows follow up to
-            `local_shape`. Of all ranks together every entry of every tensor comes once (of a copy, on each rank).
+            Slices that form the shard if they are concatenated along `dim` in this order; for a vocabulary, zero rows
+            follow up to `local_shape`. Over all ranks every entry of every tensor occurs once (with kind copy, once on
+            each rank).
 
         Raises:
-            ModelError: there is no such rank, or the size does not divide.
+            ModelError: there is no such rank, or the parameter does not divide over tp_size ranks.
         """
         if not 0 <= tp_rank < tp_size:
             raise ModelError(f"tensor-parallel rank {tp_rank} of {tp_size} does not exist.")
@@ -160,7 +163,7 @@ class TensorRule:
 
 
 def _window(runs: Iterable[Slice], start: int, stop: int) -> Iterator[Slice]:
-    """Yield what of the runs, one after the other, lies at [start, stop)."""
+    """Yield the part [start, stop) of the concatenated runs."""
     position = 0
     for run in runs:
         first, last = max(start, position), min(stop, position + run.stop - run.start)
@@ -170,7 +173,7 @@ def _window(runs: Iterable[Slice], start: int, stop: int) -> Iterator[Slice]:
 
 
 def naming_of(names: Sequence[str]) -> tuple[bool, bool]:
-    """Return whether parameters of these names are of layers that hold the norm before them, and of grouped experts."""
+    """Return (fused_norms, grouped_experts), as in `hf_to_megatron`, of a model with parameters of these names."""
     fused_norms = any(name.endswith("layer_norm_weight") for name in names)
     return fused_norms, any(".mlp.experts.linear_fc" in name for name in names)
 
@@ -184,8 +187,8 @@ def hf_to_megatron(
         shape: the model.
         fused_norms: False for Megatron's local layers; True for Transformer Engine's, whose linear layers hold the
             weight of the norm before them (`linear_qkv.layer_norm_weight`, `mlp.linear_fc1.layer_norm_weight`).
-        grouped_experts: experts are numbered weights of one grouped layer (`experts.linear_fc1.weight3`), not modules
-            of their own (`experts.local_experts.3.linear_fc1.weight`); None: as fused_norms.
+        grouped_experts: True: experts are numbered weights of one grouped layer (`experts.linear_fc1.weight3`); False:
+            separate modules (`experts.local_experts.3.linear_fc1.weight`); None: the same as fused_norms.
 
     Returns:
         One rule per parameter. A tied model has no `output_layer.weight` here; see `output_rule`.
@@ -207,13 +210,13 @@ def output_rule(shape: ModelShape) -> TensorRule:
 
 
 def value_head_rule(shape: ModelShape) -> TensorRule:
-    """Return the rule of `output_layer.weight` of a model that says one number for each token."""
+    """Return the rule of `output_layer.weight` of a model that outputs one number for each token."""
     return TensorRule(OUTPUT.name, (VALUE_HEAD,), ((1, shape.hidden),), "copy")
 
 
 def critic_config(family: str) -> dict[str, Any]:
-    """Return what config.json of an exported critic says in place of the policy's: transformers then loads it, head
-    included, as AutoModelForSequenceClassification with one label, whose `score` is a row without bias.
+    """Return the entries of config.json that an exported critic has in place of the policy's: transformers then loads
+    it, head included, as AutoModelForSequenceClassification with one label, whose `score` is one row without bias.
 
     Source: the convention of TRL's `value_model`; 0.19.1, trl/scripts/utils.py and trainer/utils.py, `get_reward`.
     """
@@ -222,19 +225,19 @@ def critic_config(family: str) -> dict[str, Any]:
 
 
 def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """HF name -> shape of every tensor that the model's checkpoint must hold, in forward order."""
+    """Return HF name -> shape of every tensor that the model's checkpoint must hold, in forward order."""
     return {
         name: dims for rule in hf_to_megatron(shape) for name, dims in zip(rule.hf_names, rule.hf_shapes, strict=True)
     }
 
 
 _COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
-"""Buffers that old checkpoints of these families carry and that the model computes itself."""
+"""Endings of buffers that old checkpoints of these families contain and that the model computes itself."""
 
 
 def unknown_tensors(shape: ModelShape, names: Iterable[str]) -> list[str]:
-    """Return which of a checkpoint's tensors the model has no parameter for; a tied output layer is known, and so are
-    those of layers that predict tokens after the next."""
+    """Return which of a checkpoint's tensors are no parameters of the model. A tied output layer, and layers that
+    predict tokens after the next, count as known."""
     known = {*hf_tensor_shapes(shape), *(output_rule(replace(shape, tie=False)).hf_names if shape.tie else ())}
     rest = [name for name in names if name not in known and not name.endswith(_COMPUTED)]
     further = set(further_tensors(shape, rest))
@@ -242,17 +245,18 @@ def unknown_tensors(shape: ModelShape, names: Iterable[str]) -> list[str]:
 
 
 def further_tensors(shape: ModelShape, names: Iterable[str]) -> list[str]:
-    """Return which tensors are of the layers that predict tokens after the next, or others that are not trained."""
+    """Return which tensors belong to layers that predict tokens after the next, or to other parts that are not
+    trained."""
     layers = range(shape.layers, shape.layers + shape.further_layers)
     starts = (*(f"model.layers.{layer}." for layer in layers), *families()[shape.family].untrained)
     return [name for name in names if name.startswith(starts)]
 
 
 def global_name(local_name: str, first_layer: int, first_expert: int = 0) -> str:
-    """Return a rank's parameter name with the layer and the expert of the whole model.
+    """Return a rank's parameter name with the numbers that layer and expert have in the whole model.
 
     Args:
-        local_name: as `named_parameters()` of the stage gives it, without wrapper prefixes such as `module.`.
+        local_name: from `named_parameters()` of the stage, without wrapper prefixes such as `module.`.
         first_layer, first_expert: numbers in the whole model of the rank's first layer and first expert.
     """
     name = _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + first_layer}{match[3]}", local_name)
@@ -273,7 +277,7 @@ def shard(
     *,
     padded_vocab: int | None = None,
 ) -> Tensor:
-    """Return what tensor-parallel rank `tp_rank` holds of a parameter.
+    """Return the shard of a parameter that tensor-parallel rank `tp_rank` holds.
 
     Args:
         rule: from `hf_to_megatron`.
@@ -285,7 +289,7 @@ def shard(
         Contiguous tensor of `rule.local_shape(tp_size)`; may share memory with its source.
 
     Raises:
-        ModelError: a tensor is missing or has the wrong shape, or the size does not divide.
+        ModelError: a tensor is missing or has the wrong shape, or the parameter does not divide over tp_size ranks.
     """
     slices = rule.slices(tp_rank, tp_size, padded_vocab=padded_vocab)
     wholes = [_take(rule, hf_tensors, i) for i in range(len(rule.hf_names))]
@@ -302,13 +306,13 @@ def merge(rule: TensorRule, shards: Sequence[Tensor]) -> dict[str, Tensor]:
 
     Args:
         rule: from `hf_to_megatron`.
-        shards: what every tensor-parallel rank holds, in rank order. Of a copied parameter the first is used.
+        shards: of all tensor-parallel ranks, in rank order. For kind copy only the first is read.
 
     Returns:
-        HF name -> whole tensor, contiguous, padding rows dropped; may share memory with the shards.
+        HF name -> whole tensor, contiguous, without padding rows; may share memory with the shards.
 
     Raises:
-        ModelError: the shards do not have the shape that the rule gives them.
+        ModelError: the shards do not have the shape that the rule requires.
     """
     tp_size = len(shards)
     if tp_size == 0:
@@ -330,8 +334,8 @@ def merge(rule: TensorRule, shards: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """All parts as one contiguous tensor; a single one is not copied."""
-    import torch  # a dry run reads the table of names without it
+    """Return all parts as one contiguous tensor; a single contiguous part is not copied."""
+    import torch  # not at the top: a dry run uses this module without torch
 
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)
 
@@ -355,7 +359,7 @@ def _take(rule: TensorRule, hf_tensors: Mapping[str, Tensor], i: int) -> Tensor:
 
 
 def _sections(role: str, shape: ModelShape) -> tuple[tuple[Slice, ...], ...]:
-    """Return the sections of a parameter, as `TensorRule` has them."""
+    """Return `TensorRule.sections` of the parameter of a role."""
     linear, head = shape.linear, shape.head_dim
     if role == "gated_qkv":
         number, runs = shape.heads // shape.kv_heads, []
@@ -379,7 +383,8 @@ def _sections(role: str, shape: ModelShape) -> tuple[tuple[Slice, ...], ...]:
 
 
 def _striped(source: int, heads: int, sizes: Sequence[int]) -> Iterator[tuple[Slice, ...]]:
-    """Yield the sections of a tensor that has rows of these numbers, one after the other, for each head."""
+    """Yield the sections of a tensor whose rows are ordered by head: for each head, `sizes[0]` rows of the first
+    section, then `sizes[1]` rows of the second, and so on."""
     start = 0
     for size in sizes:
         first = range(start, heads * sum(sizes), sum(sizes))
@@ -411,7 +416,7 @@ def _layer_rules(rules: _Rules, fused_norms: bool, grouped: bool) -> Iterator[Te
 
 
 class _Rules:
-    """Makes the rules of one layer, or of what is outside the layers, from Megatron's table and the family's."""
+    """Makes the rules of one layer, or of parameters outside the layers, from Megatron's table and the family's."""
 
     def __init__(self, shape: ModelShape, layer: int | None = None) -> None:
         self.shape, self.layer = shape, layer
@@ -424,7 +429,7 @@ class _Rules:
         return {"qkv": self.shape.kv_heads, "heads": by_head}.get(kind, 1)
 
     def all_of(self, table: Iterable[Parameter], fused: bool) -> Iterator[TensorRule]:
-        """Yield the rules of those parameters that the model has."""
+        """Yield the rules of those parameters of a table that the model has."""
         return (self.of(one, fused=fused) for one in self.known(table))
 
     def known(self, table: Iterable[Parameter]) -> list[Parameter]:
@@ -434,7 +439,8 @@ class _Rules:
     def of(
         self, parameter: Parameter, *, fused: bool = False, expert: int | None = None, role: str | None = None
     ) -> TensorRule:
-        """Return the rule of one parameter; `role`: whose Hugging Face tensors it is made of, if not its own."""
+        """Return the rule of one parameter. Args: role: the role whose Hugging Face tensors it is made from; None: the
+        parameter's own."""
         own = parameter.fused_name if fused and parameter.fused_name else parameter.name
         hf_names = self._names[role or parameter.role]
         return TensorRule(

@@ -1,8 +1,8 @@
-"""A Megatron checkpoint as Hugging Face tensors: opened in any of its formats, read a few rows at a time.
+"""A Megatron checkpoint as Hugging Face tensors: opened in any supported format, and read a few rows at a time.
 
-Checkpoints of `train`, of `convert`, and `torch_dist` ones of Megatron-LM, Megatron-Bridge and
-slime -> `MegatronWeights` -> conversion to HF, verification, and the start of a run. Optimizer state is left alone.
-Refuses: a checkpoint whose tensors are not those of the model's config.json.
+Checkpoints of `train` and of `convert`, and `torch_dist` checkpoints of Megatron-LM, Megatron-Bridge and slime ->
+`MegatronWeights` -> conversion to HF, verification, and the start of a run. Optimizer state is ignored. Refuses a
+checkpoint whose tensors are not those of the model's config.json.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def checkpoint_directory(path: Path) -> Path:
     """Return the folder with the tensors of a Megatron checkpoint.
 
     Args:
-        path: that folder; one with `latest_checkpointed_iteration.txt`, as Megatron-LM's `--load` takes it; or verl's
-            `global_step_N`, its `actor` or a folder above both.
+        path: that folder; a folder with `latest_checkpointed_iteration.txt`, as for Megatron-LM's `--load`; or verl's
+            `global_step_N`, its `actor`, or the folder above.
 
     Raises:
-        CheckpointError: none of these, or one in a format that is not read.
+        CheckpointError: it is none of these, or its format is not supported.
     """
     if (path / daro_format.METADATA_FILE).is_file():
         return path
@@ -95,7 +95,7 @@ def open_pieces(directory: Path) -> PieceStore:
 
 
 class MegatronWeights(Mapping[str, Tensor]):
-    """HF name -> tensor, out of a Megatron checkpoint; a tensor is read when it is asked for."""
+    """HF name -> tensor of a Megatron checkpoint; a tensor is read when it is asked for."""
 
     def __init__(self, path: Path, shape: ModelShape) -> None:
         """Open the checkpoint and compare its tensors with those of the model.
@@ -104,7 +104,7 @@ class MegatronWeights(Mapping[str, Tensor]):
             path: as in `checkpoint_directory`. shape: of the model.
 
         Raises:
-            CheckpointError: torn, of another model, or with weights that this model does not have.
+            CheckpointError: it is torn, of another model, or has weights that this model does not have.
         """
         self.directory = checkpoint_directory(path)
         require_regular_files(self.directory)
@@ -120,32 +120,32 @@ class MegatronWeights(Mapping[str, Tensor]):
         self._runs = lru_cache(_RULES_KEPT)(self._runs_of)
 
     def box(self, rule: TensorRule) -> GlobalBox:
-        """Where a rule's parameter is."""
+        """Return where the checkpoint has a rule's parameter."""
         return self._boxes[rule.megatron_name]
 
     def rule(self, name: str) -> TensorRule:
-        """Return the rule of the parameter that an HF tensor is in."""
+        """Return the rule of the parameter that contains an HF tensor."""
         return self._source[name][0]
 
     def parameter_shape(self, rule: TensorRule) -> tuple[int, ...]:
-        """Shape of a rule's whole parameter, with the padding of this checkpoint."""
+        """Return the shape of a rule's whole parameter, with the padding of this checkpoint."""
         box = self.box(rule)
         return self.pieces.shape(box.key)[len(box.index) :]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of an HF tensor."""
+        """Return the dtype of an HF tensor."""
         return self.pieces.dtype(self.box(self.rule(name)).key)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of an HF tensor."""
+        """Return the shape of an HF tensor."""
         rule, i = self._source[name]
         return rule.hf_shapes[i]
 
     def read(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None, *, out: Tensor | None = None
     ) -> Tensor:
-        """Return rows [start, stop) of an HF tensor, of these columns (None: all); with `out`, fill and return that
-        tensor. Raises CheckpointError."""
+        """Return rows [start, stop) and `columns` (None: all) of an HF tensor; with `out`, fill and return that tensor.
+        Raises CheckpointError."""
         rule, i = self._source[name]
         dims = rule.hf_shapes[i]
         width = dims[1:] if columns is None else (columns[1] - columns[0],)
@@ -166,7 +166,8 @@ class MegatronWeights(Mapping[str, Tensor]):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return rows [start, stop) of a rule's parameter as Megatron has it; with `out`, in that tensor."""
+        """Return rows [start, stop) and `columns` (None: all) of a rule's parameter in Megatron's layout; with `out`,
+        fill that tensor."""
         box, dims = self.box(rule), self.parameter_shape(rule)
         offset, size = [start, *[0] * (len(dims) - 1)], [stop - start, *dims[1:]]
         if columns is not None:
@@ -176,7 +177,7 @@ class MegatronWeights(Mapping[str, Tensor]):
         return self.pieces.read(box.key, [*box.index, *offset], [*ones, *size], target).view(size)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files; they are opened again when needed."""
         self.pieces.close()
 
     def __enter__(self) -> MegatronWeights:
@@ -203,7 +204,8 @@ class MegatronWeights(Mapping[str, Tensor]):
         return hf_runs(rule, padded_vocab=self.parameter_shape(rule)[0] if rule.kind == "vocab" else None)
 
     def _fitting(self, rule: TensorRule, box: GlobalBox) -> GlobalBox:
-        """Return the box as this checkpoint has it. Raises CheckpointError for a missing key or another shape."""
+        """Return the box in which this checkpoint has the parameter. Raises CheckpointError: it has no such key, or
+        another shape."""
         first_key = box.key
         present = [piece for piece in possible_boxes(box) if piece.key in self._keys]
         self._used |= {b.key for b in present}
@@ -222,7 +224,7 @@ class MegatronWeights(Mapping[str, Tensor]):
         return box
 
     def _check_extra(self, shape: ModelShape) -> list[str]:
-        """Keys that no rule uses. Raises CheckpointError if weights are among them."""
+        """Return the keys that no rule uses. Raises CheckpointError if weights are among them."""
         extra = sorted(self._keys - self._used)
         strange = [key for key in extra if key.startswith(_WEIGHT_PREFIXES) and "_extra_state" not in key]
         if strange:

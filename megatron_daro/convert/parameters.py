@@ -1,9 +1,9 @@
 """The parameters of Megatron-core's decoder, the same for every family, by role.
 
-Names are Megatron-core 0.16.1's, but for `gated_norm` and `post_layernorm`, which it has not: those of its local
-layers, and those under Transformer Engine, whose linear layers hold the weight of the norm before them and which keeps
-a rank's experts as numbered weights of one grouped linear layer. convert/mapping.py joins the table with a family's
-names (families/table.py).
+Names are those of Megatron-core 0.16.1, except `gated_norm` and `post_layernorm`, which it does not have. Each
+parameter has its name in Megatron's local layers, and another if Transformer Engine's layers differ: their linear
+layers hold the weight of the norm before them, and a rank's experts are numbered weights of one grouped linear layer.
+convert/mapping.py joins the table with a family's names (families/table.py).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from megatron_daro.config.model_shape import ModelShape
 
 Kind = Literal["copy", "vocab", "qkv", "gate_up", "heads", "rows", "columns"]
 """How tensor parallelism cuts a parameter: copy (whole on every rank), vocab (rows, padded), qkv (rows, interleaved by
-key-value group), gate_up (rows of each of the two), heads (rows of each section, key head by key head), rows,
-columns."""
+key-value group), gate_up (rows of gate and rows of up), heads (rows of each section, by key heads), rows, columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter. `sizes`: of each Hugging Face tensor, by the names of `dimensions`.
+    """One parameter.
 
-    fused_name: with Transformer Engine, where it differs; {expert} in a name is the expert's number. fp32: on ranks,
-    whatever the dtype of the model; a conversion does not cast it.
+    name: in Megatron's local layers; fused_name: with Transformer Engine, if it differs; {expert} in a name is the
+    expert's number. sizes: the shape of each Hugging Face tensor, by the names in `dimensions`. fp32: ranks hold it in
+    fp32, whatever the dtype of the model, and a conversion does not cast it.
     """
 
     role: str
@@ -158,7 +158,7 @@ EXPERT = (
 
 
 def dimensions(shape: ModelShape) -> dict[str, int]:
-    """Return the sizes that the table's dimensions stand for."""
+    """Return the size of each dimension that the table names, for a model."""
     experts, latent = shape.experts, shape.latent
     of_latents = (
         {

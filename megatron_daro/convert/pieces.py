@@ -1,8 +1,8 @@
-"""Boxes of tensors in files: where their bytes lie, and how any other box of the same tensor is read from them.
+"""Boxes of tensors in files: where their bytes are, and how any other box of the same tensor is read from them.
 
-An HF checkpoint and both Megatron formats are lists of `Piece`; a rank that loads, the converter and its verification
-ask for boxes. Only the bytes of a box are read, by plain reads: pages of a mapped file count as memory of the process,
-and a conversion would seem to hold the whole model. Rejects a box that the pieces do not cover.
+HF checkpoints and both Megatron formats are lists of `Piece`; loading ranks, the converter and its verification ask for
+boxes. Only the bytes of a box are read, and by plain reads: pages of a mapped file count as memory of the process, so a
+conversion would seem to hold the whole model. Refuses a box that the pieces do not cover.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _MOST_OPEN_FILES = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [offset, offset + shape) of a tensor of `global_shape`, row by row from byte `start` of a file."""
+    """Elements [offset, offset + shape) of a tensor of `global_shape`, stored in row-major order from byte `start` of a
+    file."""
 
     key: str
     offset: tuple[int, ...]
@@ -45,23 +46,23 @@ class Box(Protocol):
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Return the first element along each axis."""
+        """The first element along each axis."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the number of elements along each axis."""
+        """The number of elements along each axis."""
 
 
 B = TypeVar("B", bound=Box)
 
 
 class BoxIndex(Generic[B]):
-    """The stored boxes of one tensor, looked up by place: a tensor of all experts of all layers has thousands.
+    """An index by place of the stored boxes of one tensor; a tensor of all experts of all layers has thousands.
 
-    Along each axis in turn, boxes that begin at the same element are one group, and groups are sorted.
+    Along each axis in turn, boxes that begin at the same element form a group, and the groups are sorted.
 
     Args:
-        boxes: of as many axes each. axis: the first one to look at.
+        boxes: all with the same number of axes. axis: the first axis to group by.
     """
 
     def __init__(self, boxes: Sequence[B], axis: int = 0) -> None:
@@ -78,7 +79,7 @@ class BoxIndex(Generic[B]):
         self._groups = [BoxIndex(groups[start], axis + 1) for start in self._starts]
 
     def near(self, offset: Sequence[int], shape: Sequence[int]) -> Iterator[B]:
-        """Yield every box that shares elements with [offset, offset + shape), and few others."""
+        """Yield every box that overlaps with [offset, offset + shape), and few others."""
         if not self._starts:
             yield from self._boxes
             return
@@ -93,8 +94,8 @@ class PieceStore(ABC):
     """Tensors by key, each stored as boxes.
 
     Attributes:
-        bytes_read: of tensors, since it was made.
-        error: what is raised where a file cannot be read.
+        bytes_read: bytes of tensors read so far.
+        error: class of the error that is raised if a file cannot be read.
     """
 
     error: type[DaroError] = CheckpointError
@@ -106,35 +107,35 @@ class PieceStore(ABC):
 
     @abstractmethod
     def keys(self) -> list[str]:
-        """Every key, sorted."""
+        """Return every key, sorted."""
 
     @abstractmethod
     def boxes(self, key: str) -> Sequence[Box]:
-        """Return the stored boxes of a tensor, at least one. Raises the store's error if there is none of this key."""
+        """Return the stored boxes of a tensor, at least one. Raises the store's error if there is no such key."""
 
     @abstractmethod
     def piece(self, key: str, box: Any) -> Piece:
-        """Return where the bytes of one of `boxes` are. Raises the store's error where its file is torn."""
+        """Return where the bytes of one of `boxes` are. Raises the store's error if its file is torn."""
 
     @abstractmethod
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
 
     def dtype(self, key: str) -> torch.dtype:
-        """Dtype of the tensor."""
+        """Return the dtype of the tensor."""
         return self.piece(key, self.boxes(key)[0]).dtype
 
     def read(self, key: str, offset: Sequence[int], shape: Sequence[int], out: Tensor | None = None) -> Tensor:
         """Return the elements [offset, offset + shape).
 
         Args:
-            key: of the tensor. offset, shape: of the box. out: filled and returned; of this shape, any dtype and
-                device; straight from the file where it is a contiguous CPU tensor of the file's dtype. None: a new CPU
-                tensor.
+            key: of the tensor. offset, shape: of the box. out: a tensor of this shape, any dtype and device, which is
+                filled and returned, without another copy if it is a contiguous CPU tensor of the file's dtype. None: a
+                new CPU tensor.
 
         Raises:
-            DaroError: of the store's kind: no such tensor, pieces that do not cover the box or cover a part twice, or
-                a file that cannot be read.
+            DaroError: the store's error: there is no such tensor, the pieces do not cover the box or overlap in it, or
+                a file cannot be read.
         """
         if key not in self._indexes:
             self._indexes[key] = BoxIndex(self.boxes(key))
@@ -154,7 +155,7 @@ class PieceStore(ABC):
         return values
 
     def close(self) -> None:
-        """Let go of the files; they are opened again when needed."""
+        """Close the files; they are opened again when needed."""
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -194,7 +195,7 @@ class PieceStore(ABC):
 
 
 def byte_runs(shape: Sequence[int], window: Sequence[slice], itemsize: int) -> Iterable[tuple[int, int]]:
-    """Where a window of a row-major array lies, as few runs as possible.
+    """Yield where the bytes of a window of a row-major array are, in as few runs as possible.
 
     Args:
         shape: of the array. window: a slice with start and stop for each axis. itemsize: bytes of an element.
@@ -217,8 +218,9 @@ def byte_runs(shape: Sequence[int], window: Sequence[slice], itemsize: int) -> I
 
 
 def _memory_of(values: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, to be filled while it lives. Not by way of numpy: torch would never
-    again change the size of a storage that numpy has seen, and weights give their memory away and take it back."""
+    """Return the bytes of a contiguous CPU tensor as writable memory, valid while the tensor exists. It does not go
+    through numpy, since torch never resizes a storage again that numpy has seen, and weights release and regain their
+    memory."""
     memory = (ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr())
     return memoryview(memory).cast("B")
 
@@ -226,7 +228,7 @@ def _memory_of(values: Tensor) -> memoryview:
 def overlap(
     want_offset: Sequence[int], want_shape: Sequence[int], have_offset: Sequence[int], have_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the common box as slices into what is stored and into what is wanted; None if there is none."""
+    """Return the overlap of two boxes as slices into the stored box and into the wanted box; None if there is none."""
     theirs, ours = [], []
     for wo, ws, ho, hs in zip(want_offset, want_shape, have_offset, have_shape, strict=True):
         start, stop = max(wo, ho), min(wo + ws, ho + hs)
@@ -238,7 +240,8 @@ def overlap(
 
 
 def check_disjoint(key: str, pieces: Sequence[Piece], error: type[DaroError] = CheckpointError) -> None:
-    """Elements are counted, not marked: a piece stored twice would stand for one that is missing."""
+    """Raise an error if pieces overlap. Elements are only counted, so a piece that is stored twice would hide one that
+    is missing."""
     for one, other in itertools.combinations(pieces, 2):
         if overlap(one.offset, one.shape, other.offset, other.shape) is not None:
             raise error(f"{key}: pieces at {one.offset} and {other.offset} overlap; the checkpoint is torn")

@@ -1,8 +1,8 @@
-"""What a conversion will write: which files, with which tensors, from what; known before the first byte is read.
+"""The plan of a conversion, made before the first tensor is read: which files, with which tensors, from which source.
 
-Source checkpoint and options -> `plan_to_megatron` or `plan_to_hf` -> jobs, one for each file, that worker processes
-carry out (workshop/convert/jobs.py). A Megatron checkpoint is read as HF tensors, so that one code writes Megatron
-files from either. Everything that can be wrong with the source's headers is refused here.
+Source checkpoint and options -> `plan_to_megatron` or `plan_to_hf` -> jobs, one for each file, which worker processes
+carry out (workshop/convert/jobs.py). A Megatron checkpoint is read as HF tensors, so that the same code writes Megatron
+files from either source. Everything that is wrong with the source's headers is refused here.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ Format = Literal["daro", "torch_dist", "hf"]
 PIECE_BYTES = 64 * 1024**2
 FORMATS: tuple[Format, ...] = ("daro", "torch_dist")
 ModelConfig = Path | Mapping[str, Any]
-"""The folder with a model's config.json and tokenizer, or the content of a config.json that is in no file."""
+"""The folder with a model's config.json and tokenizer, or the content of a config.json that exists in no file."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCABULARY_MULTIPLE = 128
 """Rows of the embedding are padded to a multiple of this, as Megatron-LM does; loading cuts or pads them again."""
 FURTHER_FILE = "mtp.safetensors"
-"""In a target, beside config.json: the layers that predict tokens after the next, which nothing here computes."""
+"""File in a target, beside config.json, for the layers that predict tokens after the next, which are not computed
+here."""
 PART_BYTES = 512 * 1024**2
-"""Of a file of an HF checkpoint: what one process writes at a time."""
+"""Bytes of an HF file that one process writes at a time."""
 _NUM_BYTES = attrgetter("num_bytes")
 _LEAST_FILE_BYTES, _MOST_FILE_BYTES, _FILES = 256 * 1024**2, 4 * 1024**3, 64
 
 
 class _Written:
-    """What has a shape and a dtype in the target."""
+    """A tensor in the target, with its shape and dtype."""
 
     __slots__ = ()
     shape: tuple[int, ...]
@@ -62,14 +63,14 @@ class _Written:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes in the target."""
+        """Bytes of the tensor in the target."""
         return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronParameter(_Written):
-    """One parameter to write to a Megatron checkpoint. shape: the whole one, padded. dtypes by torch's names, those of
-    the source for each HF tensor of the rule."""
+    """One parameter to write to a Megatron checkpoint. shape: of the whole parameter, padded. dtypes are torch's names;
+    source_dtypes has one for each HF tensor of the rule."""
 
     rule: TensorRule
     box: GlobalBox
@@ -80,7 +81,8 @@ class MegatronParameter(_Written):
 
 @dataclass(frozen=True, slots=True)
 class HFTensor(_Written):
-    """One tensor to write to an HF checkpoint. members: what it holds of experts, expert by expert; none of others."""
+    """One tensor to write to an HF checkpoint. members: names of the experts' tensors that it holds, expert by expert;
+    empty if it is not a stack."""
 
     name: str
     shape: tuple[int, ...]
@@ -91,7 +93,8 @@ class HFTensor(_Written):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One file to write, or a part of one. before, after: what the file has besides, of HF files only."""
+    """One file to write, or a part of one. before, after: the tensors in front of and behind the part, of HF files
+    only."""
 
     file: str
     items: tuple[MegatronParameter, ...] | tuple[HFTensor, ...]
@@ -100,22 +103,23 @@ class Job:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the job's tensors."""
         return sum(item.num_bytes for item in self.items)
 
     @property
     def part(self) -> tuple[int, int] | None:
-        """Numbers of the first tensor in the file and of the one after the last; None where it is the whole file."""
+        """(number of the part's first tensor in the file, that of its last one plus 1); None for a whole file."""
         first = len(self.before)
         return (first, first + len(self.items)) if self.before or self.after else None
 
     @property
     def in_file(self) -> tuple[HFTensor, ...]:
-        """All that the file holds, of HF files."""
+        """All tensors of the file; only for HF files."""
         return (*self.before, *(item for item in self.items if isinstance(item, HFTensor)), *self.after)
 
     def parts(self, most_bytes: int) -> list[Job]:
-        """Return jobs of at most so many bytes (or one tensor) that write the file together; of Megatron one."""
+        """Return jobs of at most this many bytes (or one tensor) that together write the file; a Megatron file remains
+        one job."""
         tensors = tuple(item for item in self.items if isinstance(item, HFTensor))
         if not tensors:
             return [self]
@@ -129,11 +133,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """A conversion. source: folder of tensors, Hugging Face's or Megatron's. config: what describes the model.
+    """A conversion. source: folder with tensors, Hugging Face's or Megatron's. config: describes the model.
 
-    cast: the dtype that tensors get, by torch's name; None: each keeps its own. ignored: what the source holds and
-    the target will not. piece_bytes: what a process holds of a tensor at a time, and the largest chunk of a Megatron
-    checkpoint.
+    cast: torch's name of the dtype that tensors get; None: each keeps its own. ignored: tensors of the source that the
+    target will not have. piece_bytes: how much of a tensor a process holds at a time, and the largest chunk of a
+    Megatron checkpoint.
     """
 
     source: Path
@@ -156,12 +160,13 @@ class Plan:
         return sum(len(job.items) for job in self.jobs)
 
     def weights_folder(self, target: Path) -> Path:
-        """Return where in a target the files with tensors are."""
+        """Return the folder of a target that has the files with tensors."""
         return target / RELEASE if self.format == TORCH_DIST else target
 
     def further(self) -> list[str]:
-        """Return the source's tensors of layers that predict tokens after the next, which go along as they are: out of
-        a checkpoint of Hugging Face into the target's `FURTHER_FILE`, and out of such a file."""
+        """Return the names of the tensors that are copied unchanged: those of layers that predict tokens after the
+        next. From a Hugging Face checkpoint they go to the target's `FURTHER_FILE`; with a Megatron checkpoint they
+        come from such a file."""
         if self.source_format == "hf":
             with HFCheckpoint(self.source) as tensors:
                 return further_tensors(read_compared_shape(self.config), tensors)
@@ -170,8 +175,8 @@ class Plan:
 
     @cached_property
     def tensors(self) -> HFCheckpoint | MegatronWeights:
-        """The source as HF tensors, looked through once in a process; closed, it opens its files again when it is read.
-        Raises ModelError, CheckpointError."""
+        """The source as HF tensors, whose headers are read once per process. After `close` it opens its files again
+        when it is read. Raises ModelError, CheckpointError."""
         if self.source_format == "hf":
             return HFCheckpoint(self.source)
         return MegatronWeights(self.source, read_model_shape(self.config))
@@ -189,9 +194,10 @@ def plan_to_megatron(
 
     Args:
         source: HF checkpoint directory; with megatron_config, a Megatron checkpoint. format_: "daro" or "torch_dist".
-        dtype: fp32, bf16, fp16; None: as it is.
-        per_layer_keys: a key for each layer, not one tensor for all (a model with layers of two kinds has them anyway).
-        megatron_config: what describes the model of a Megatron checkpoint; None: the source is HF's.
+        dtype: fp32, bf16, fp16; None: unchanged.
+        per_layer_keys: a key for each layer, not one tensor for all layers (a model with two kinds of layers always has
+            a key for each).
+        megatron_config: describes the model of a Megatron checkpoint; None: the source is a Hugging Face checkpoint.
 
     Raises:
         CheckpointError, ModelError: the source is torn, or its tensors are not exactly those of its config.json.
@@ -217,7 +223,7 @@ def plan_to_hf(source: Path, config: ModelConfig, dtype: str | None, max_shard_b
     """Plan Megatron -> HF.
 
     Args:
-        source: Megatron checkpoint. config: of its model. dtype: fp32, bf16, fp16; None: as it is.
+        source: Megatron checkpoint. config: of its model. dtype: fp32, bf16, fp16; None: unchanged.
         max_shard_bytes: files hold at most this many bytes of tensors, or one larger tensor.
 
     Raises:
@@ -257,12 +263,12 @@ def torch_name(dtype: torch.dtype) -> str:
 
 
 def _cast(dtype: str | None) -> str | None:
-    """Return torch's name of a dtype of `DTYPES`."""
+    """Return torch's name of a dtype that is named as in `DTYPES`; None for None."""
     return torch_name(DTYPES[dtype]) if dtype else None
 
 
 def _check_dtype(name: str, dtype: torch.dtype, cast: str | None) -> None:
-    """Refuse dtypes that the target cannot have. Raises ModelError."""
+    """Raise ModelError for a dtype that the target cannot have."""
     if dtype in DTYPES.values() or (dtype == torch.float64 and cast):
         return
     advice = "Choose one with --dtype" if dtype == torch.float64 else QUANTIZED
@@ -284,7 +290,7 @@ def _parameter(
 
 
 def _check_dtypes(parameters: Iterable[MegatronParameter]) -> None:
-    """Refuse layers of one tensor that differ in dtype. Raises ModelError."""
+    """Raise ModelError if layers that share a tensor differ in dtype."""
     first: dict[str, MegatronParameter] = {}
     for parameter in parameters:
         other = first.setdefault(parameter.box.key, parameter)
@@ -296,7 +302,7 @@ def _check_dtypes(parameters: Iterable[MegatronParameter]) -> None:
 
 
 def _extra_tensors(shape: ModelShape, rules: Sequence[TensorRule], tensors: HFCheckpoint) -> list[str]:
-    """Tensors that no rule uses and that may be left out. Raises ModelError for one that may not."""
+    """Return the tensors that no rule uses and that may be left out. Raises ModelError for one that may not."""
     for name in unknown_tensors(shape, tensors):
         raise ModelError(
             f"{tensors.directory} holds {name} of shape {tensors.shape(name)}, which a {shape.family} model of its "
@@ -310,7 +316,8 @@ def _extra_tensors(shape: ModelShape, rules: Sequence[TensorRule], tensors: HFCh
 
 
 def check_tied(tensors: HFCheckpoint, rows: int = 4096) -> None:
-    """Refuse an output layer that differs from the embedding where config.json ties them: transformers unties them."""
+    """Raise ModelError if config.json ties output layer and embedding although they differ: transformers would untie
+    them."""
     names = ("lm_head.weight", "model.embed_tokens.weight")
     shapes = [tensors.shape(name) for name in names]
     is_same = shapes[0] == shapes[1] and all(
@@ -328,7 +335,7 @@ T = TypeVar("T")
 
 
 def grouped(items: Iterable[T], most_bytes: int, bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield runs of items of at most so many bytes, or of one larger item."""
+    """Yield groups of consecutive items of at most this many bytes each, or of one larger item."""
     group: list[T] = []
     total = 0
     for item in items:

@@ -1,7 +1,6 @@
-"""Which rows and columns of which HF tensors make up what one tensor-parallel rank holds, and the inverse.
+"""Which rows and columns of which HF tensors make up the shard of a tensor-parallel rank, and the inverse.
 
-`read_shard` reads them, and no byte that another rank's shard holds. The layouts themselves are known to
-convert/mapping.py alone.
+`read_shard` reads only these, and no bytes of other ranks' shards. Only convert/mapping.py knows the layouts.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ PADDING = -1
 
 
 class RowReader(Protocol):
-    """HF tensors by name, of which any rows and columns can be read: an HFCheckpoint, or MegatronWeights."""
+    """HF tensors by name, any rows and columns of which can be read: an HFCheckpoint, or MegatronWeights."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is such a tensor."""
+        """Return whether there is such a tensor."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return its shape."""
@@ -34,14 +33,14 @@ class RowReader(Protocol):
     def read(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None, *, out: Tensor | None = None
     ) -> Tensor:
-        """Return rows [start, stop), of these columns (None: all); with `out`, fill and return that tensor."""
+        """Return rows [start, stop) and `columns` (None: all) of a tensor; with `out`, fill and return that tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows [start, stop) of HF tensor number `source` of a rule; `source` PADDING: rows of zeros.
+    """Rows [start, stop) of HF tensor number `source` of a rule; with `source` PADDING, rows of zeros.
 
-    `at` is the first row of the Megatron parameter that they are; `columns` the columns that are taken, None: all.
+    at: the first row that they take in the Megatron parameter. columns: the columns that are taken; None: all.
     """
 
     source: int
@@ -85,13 +84,14 @@ def read_shard(
     padded_vocab: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return what `mapping.shard` gives, but read no byte that another rank's shard holds.
+    """Return the same as `mapping.shard`, but read only the bytes of this rank's shard.
 
-    With `out`, that tensor is filled and returned: without another copy where it is contiguous, on the CPU and of the
+    With `out`, that tensor is filled and returned, without another copy if it is contiguous, on the CPU and has the
     dtype of the files.
 
     Raises:
-        ModelError: a tensor is missing, has the wrong shape or another dtype than its neighbours; or it is torn.
+        ModelError: a tensor is missing or torn, has the wrong shape, or has another dtype than the rule's other
+            tensors.
     """
     dtype = common_dtype(rule, tensors)
     shape = rule.local_shape(tp_size, padded_vocab=padded_vocab)
@@ -106,20 +106,21 @@ def read_shard(
 
 
 def source_dtypes(rule: TensorRule, tensors: RowReader) -> tuple[torch.dtype, ...]:
-    """Return the dtype of each of a rule's HF tensors. Raises ModelError: one is missing, or has the wrong shape."""
+    """Return the dtype of each of a rule's HF tensors. Raises ModelError: one is missing or quantized, or has the wrong
+    shape."""
     for name, dims in zip(rule.hf_names, rule.hf_shapes, strict=True):
         if name not in tensors:
             raise ModelError(f"{name}, which {rule.megatron_name} is made of, is missing from the checkpoint.")
         if tensors.shape(name) != dims:
             raise ModelError(f"{name} has shape {tensors.shape(name)}; config.json of the model asks for {dims}.")
         dtype = tensors.dtype(name)
-        if not dtype.is_floating_point or dtype.itemsize < 2:  # a cast would leave out the scales
+        if not dtype.is_floating_point or dtype.itemsize < 2:  # a cast would ignore the scales
             raise ModelError(f"{name} is {dtype}; allowed: fp32, bf16, fp16. {QUANTIZED}")
     return tuple(tensors.dtype(name) for name in rule.hf_names)
 
 
 def common_dtype(rule: TensorRule, tensors: RowReader) -> torch.dtype:
-    """Return the one dtype of a rule's HF tensors. Raises ModelError: as `source_dtypes`, or they have several."""
+    """Return the common dtype of a rule's HF tensors. Raises ModelError: as `source_dtypes`, or the dtypes differ."""
     dtypes = source_dtypes(rule, tensors)
     if len(set(dtypes)) > 1:
         own = ", ".join(f"{n} {str(d).removeprefix('torch.')}" for n, d in zip(rule.hf_names, dtypes, strict=True))
@@ -131,7 +132,7 @@ def common_dtype(rule: TensorRule, tensors: RowReader) -> torch.dtype:
 
 
 def hf_runs(rule: TensorRule, *, padded_vocab: int | None = None) -> list[list[Run]]:
-    """Return for each HF tensor of a rule the runs of the whole parameter that make it up, in the HF tensor's order."""
+    """Return, for each HF tensor of a rule, the runs of the whole parameter that make it up, in the tensor's order."""
     runs_of_source: list[list[Run]] = [[] for _ in rule.hf_names]
     for run in shard_runs(rule, 0, 1, padded_vocab=padded_vocab):
         if run.source != PADDING:

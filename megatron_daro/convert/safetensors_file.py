@@ -1,11 +1,12 @@
-"""Writing a safetensors file a part at a time; config/safetensors_header.py reads what lies where in one.
+"""Writing a safetensors file part by part; config/safetensors_header.py reads the header of one.
 
-The safetensors package writes what is whole in memory, which a converter of a model larger than the memory cannot.
+The safetensors package only writes tensors that are all in memory, which is impossible for a model larger than the
+memory.
 
-Large files are written past the system's cache (`DirectFile`, of which `torch_dist` files are made too): a write
-through it costs a core's time for each page, and fills the memory with pages that nobody reads again. Bytes are copied
-into one of two aligned buffers, and a thread writes one while the other is filled. Where the file system has no such
-writes (tmpfs, some network file systems), the same bytes go through the cache.
+Large files are written past the system's page cache (`DirectFile`, which also writes `torch_dist` files): a write
+through the cache costs a core's time for each page, and fills the memory with pages that nobody reads again. Bytes are
+copied into one of two aligned buffers, and a thread writes one while the other is filled. If the file system does not
+support such writes (tmpfs, some network file systems), the same bytes go through the cache.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ _BLOCK_BYTES = 4096  # a direct write begins and ends at multiples of it, in mem
 
 
 class DirectFile:
-    """A file that is written in order. Bytes may change once `write` returned; `finish` brings them to the disk.
+    """A file that is written in order. The caller may change the bytes once `write` has returned; after `finish` they
+    are on disk.
 
     Args:
-        path: of the file. at: where the first byte goes; None: at the beginning of a file that is made anew. With a
-            number, what the file has elsewhere stays: several processes may write parts of one file.
-        buffer_bytes: of each of the two buffers, a multiple of 4096.
+        path: of the file. at: position of the first byte; the rest of the file is kept, so that several processes may
+            write parts of one file. None: begin a new file.
+        buffer_bytes: size of each of the two buffers, a multiple of 4096.
 
     Raises:
         OSError: the disk refused; also from `write` and `finish`.
@@ -49,18 +51,18 @@ class DirectFile:
         self._cached: int | None = os.open(path, flags if at is not None else flags | os.O_TRUNC, 0o666)
         self._direct = _open_direct(path)
         self._buffers = [np.frombuffer(mmap.mmap(-1, buffer_bytes), np.uint8) for _ in range(2)]
-        self._base, self._first = divmod(at or 0, _BLOCK_BYTES)  # the buffer's place, and where it begins to be filled
+        self._base, self._first = divmod(at or 0, _BLOCK_BYTES)  # the buffer's place in the file, and its first byte
         self._base *= _BLOCK_BYTES
         self._last = self._first
         self._thread = ThreadPoolExecutor(1, "file writer")
         self._writing: Future[None] | None = None
 
     def tell(self) -> int:
-        """Where the next byte goes."""
+        """Return the position of the next byte in the file."""
         return self._base + self._last
 
     def write(self, data: bytes | memoryview) -> int:
-        """Take the next bytes, a contiguous buffer; returns their number."""
+        """Take the next bytes, a contiguous buffer. Returns their number."""
         bytes_B = np.frombuffer(data, np.uint8)
         at = 0
         while at < len(bytes_B):
@@ -73,10 +75,10 @@ class DirectFile:
         return len(bytes_B)
 
     def flush(self) -> None:
-        """Do nothing: torch.save calls this; `finish` brings the bytes to the disk."""
+        """Do nothing. torch.save calls this; `finish` writes the bytes to the disk."""
 
     def finish(self) -> None:
-        """Write what is left; everything is on the disk when this returns, and the file is closed."""
+        """Write the remaining bytes and close the file. Everything is on disk when this returns."""
         try:
             self._wait()
             self._put(self._buffers[0], self._base, self._first, self._last)
@@ -85,7 +87,7 @@ class DirectFile:
             self.close()
 
     def close(self) -> None:
-        """Close the file as it is; nothing happens where it is closed."""
+        """Close the file as it is. Does nothing if it is closed."""
         self._thread.shutdown()
         for descriptor in (self._cached, self._direct):
             if descriptor is not None:
@@ -112,7 +114,7 @@ class DirectFile:
         self._put_cached(buffer.data[start + done : last], base + start + done)
 
     def _put_direct(self, data: memoryview, at: int) -> int:
-        """Write whole blocks; returns how many bytes the file system took so."""
+        """Write whole blocks past the cache. Returns how many bytes the file system accepted."""
         done = 0
         while self._direct is not None and done < len(data) and done % _BLOCK_BYTES == 0:
             try:
@@ -161,11 +163,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class FileWriter:
-    """Writes a safetensors file front to back; every tensor is handed over in order, whole or in runs of its bytes.
+    """Writes a safetensors file front to back; tensors are passed to `write` in order, whole or in parts.
 
-    The file is on the disk when the `with` block ends; `sha256` is then the hash of all its bytes, taken while they
-    were written. Where the block fails, the file is left as it is: the caller owns the folder and clears it away.
-    A tensor may change once it was handed over.
+    The file is on disk when the `with` block ends; `sha256` is then the hash of all its bytes, computed while they were
+    written. If the block fails, the file is left as it is: the caller owns the folder and removes it. A tensor may
+    change once `write` has returned.
     """
 
     def __init__(
@@ -180,10 +182,11 @@ class FileWriter:
         """Write the header.
 
         Args:
-            path: made or overwritten. tensors: (name, dtype, shape) in the order in which they will come.
-            metadata: texts for the header. hashed: take the hash of the whole file.
-            part: numbers of the first tensor that will come and of the one after the last; others, perhaps other
-                processes, write the rest of the file, and the part that has tensor 0 the header. None: all.
+            path: of the file, which is created or overwritten. tensors: (name, dtype, shape) of all tensors of the
+                file, in order.
+            metadata: texts for the header. hashed: whether to compute the hash of the whole file.
+            part: (first tensor to write, last one plus 1), as numbers; the rest of the file is written by others,
+                perhaps other processes; the part with tensor 0 writes the header. None: all tensors.
 
         Raises:
             OSError: the disk refused.
@@ -199,7 +202,7 @@ class FileWriter:
 
     @property
     def sha256(self) -> str | None:
-        """Hash of what was written, hexadecimal; None unless asked for."""
+        """Hash of the written bytes, hexadecimal; None unless `hashed`."""
         return self._hash.hexdigest() if self._hash else None
 
     def write(self, values: Tensor) -> None:
@@ -220,7 +223,7 @@ class FileWriter:
             raise ModelError(f"{self._path}: {abs(self._left)} bytes too {'few' if self._left > 0 else 'many'} came")
 
     def _put(self, data: memoryview) -> None:
-        for start in range(0, len(data), BUFFER_BYTES):  # so that hashing and writing go on at the same time
+        for start in range(0, len(data), BUFFER_BYTES):  # in parts, so that hashing and writing overlap
             part = data[start : start + BUFFER_BYTES]
             if self._hash:
                 self._hash.update(part)
@@ -228,12 +231,12 @@ class FileWriter:
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """Return the bytes of a CPU tensor; without a copy where it is contiguous."""
+    """Return the bytes of a CPU tensor, without a copy if it is contiguous."""
     return values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return what the format calls a dtype. Raises ModelError for one that it does not have."""
+    """Return the format's name of a dtype. Raises ModelError if it has none."""
     if dtype not in _NAMES:
         raise ModelError(f"safetensors has no name for {dtype}; allowed: {', '.join(map(str, _NAMES))}")
     return _NAMES[dtype]
@@ -242,7 +245,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _header(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, list[int]]:
-    """Return the header, and where each tensor begins in the data, with the end of the last one."""
+    """Return the header, and the position in the data at which each tensor begins, followed by the end of the last."""
     rows: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     starts = [0]
     for name, dtype, shape in tensors:

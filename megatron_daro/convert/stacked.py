@@ -1,11 +1,12 @@
-"""Experts that a checkpoint holds in one tensor of a layer (`Family.stacked`), seen one by one, and put together again.
+"""Experts that a checkpoint holds in one tensor per layer (`Family.stacked`): split into single tensors, and stacked
+again.
 
-`HFCheckpoint` and the checks of headers show each expert's tensors under the names that the family's table gives them,
-so that nothing between knows of the stacks; `stack` is the way back, wherever tensors leave under Hugging Face names.
-A stack is [experts, columns, rows] of matrices [rows, columns], or [experts, rows] of biases; the rows of gate and up
-come in turns. MXFP4 has two tensors in place of a stack of matrices: NAME_blocks, uint8 [experts, rows, columns / 32,
-16] with two values in a byte, the low half first, and NAME_scales, uint8 [experts, rows, columns / 32], which are
-exponents of 2 plus 127. Source: transformers 5.24, models/gpt_oss and integrations/mxfp4.
+`HFCheckpoint` and the checks of headers show each expert's tensors under the names in the family's table, so that
+nothing in between knows about stacks; `stack` is the way back, used wherever tensors leave under Hugging Face names. A
+stack is [experts, columns, rows] for matrices [rows, columns], or [experts, rows] for biases; the rows of gate and up
+alternate. MXFP4 has two tensors in place of a stack of matrices: NAME_blocks, uint8 [experts, rows, columns / 32, 16]
+with two values per byte, the low half first, and NAME_scales, uint8 [experts, rows, columns / 32], which are exponents
+of 2 plus 127. Source: transformers 5.24, models/gpt_oss and integrations/mxfp4.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor of an expert stands: in which stack, of which expert, and which of how many parts: in turns, or
-    one after the other where they are packed (`Family.packed`)."""
+    """Where an expert's tensor is: in which stack, of which expert, and which of its `parts`. The rows of the parts
+    alternate; if packed (`Family.packed`), one part follows the other."""
 
     stack: str
     expert: int
@@ -40,7 +41,8 @@ class Place:
     packed: bool = False
 
     def stored_as(self, names: Container[str]) -> tuple[str, ...]:
-        """Return what holds the stack among the tensors of a checkpoint: itself, or its blocks and scales."""
+        """Return the names under which a checkpoint with these tensors holds the stack: its own name, or those of its
+        blocks and scales."""
         return (self.stack,) if self.stack in names else (self.stack + BLOCKS, self.stack + SCALES)
 
 
@@ -56,20 +58,20 @@ def _members(
 
 @lru_cache(maxsize=4)
 def places(shape: ModelShape) -> Mapping[str, Place]:
-    """Return where each tensor of an expert stands, by name; empty for a family without stacks."""
+    """Return the place of each expert's tensor, by name; empty for a family without stacks."""
     family, experts = families()[shape.family], shape.experts.number if shape.experts else 0
     layers = [layer for layer in range(shape.layers) if shape.has_experts(layer)]
     return {n: p for layer in layers for role in family.stacked for n, p in _members(family, role, layer, experts)}
 
 
 def names_in_files(shape: ModelShape, names: Iterable[str]) -> list[str]:
-    """Return what the tensors of these names are in a checkpoint: stacks in place of what they hold, once each."""
+    """Return the names with each member of a stack replaced by the stack; every name once."""
     known = places(shape)
     return list(dict.fromkeys(known[name].stack if name in known else name for name in names))
 
 
 def taken_apart(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Place, tuple[int, ...]]]:
-    """Return the tensors of experts in the stacks of a checkpoint, with the shape of each.
+    """Return name -> (place, shape) of the experts' tensors in the stacks of a checkpoint.
 
     Args:
         family: of the checkpoint. shapes: of all its tensors, by name.
@@ -107,9 +109,10 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def stack(tensors: Iterable[tuple[str, Tensor]], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model as its checkpoint has them: those of experts in stacks, each when its last came.
+    """Yield the tensors of a model as its checkpoint has them: those of experts in stacks, each as soon as its last
+    member came.
 
-    A stack is new memory, on the device and in the dtype of its first tensor; others pass through as they are.
+    A stack is new memory, on the device and in the dtype of its first member; other tensors are yielded unchanged.
     """
     known = places(shape)
     open_stacks: dict[str, tuple[Tensor, set[tuple[int, int]]]] = {}

@@ -1,10 +1,10 @@
 """Megatron's `torch_dist` checkpoints, as Megatron-LM, Megatron-Bridge and slime read and write them.
 
 A directory holds `.metadata` (a pickle: which tensors, in which chunks, at which bytes), `*.distcp` (chunk after
-chunk, each as torch.save writes it), `common.pt` and `metadata.json`; the directory above holds Megatron-LM's
+chunk, each written by torch.save), `common.pt` and `metadata.json`; the directory above holds Megatron-LM's
 `latest_checkpointed_iteration.txt`. Tensors are read as bytes: neither torch.load nor pickle.load is called.
-`.metadata` is decoded with a list of the classes that torch and Megatron put into one; each stands for a plain
-record, no constructor runs, and any other name is an error that tells it.
+`.metadata` is decoded with a list of the classes that torch and Megatron put into it; each is replaced by a plain
+record, no constructor runs, and any other name is an error that names it.
 
 Source: torch/distributed/checkpoint/filesystem.py, megatron/core/dist_checkpointing/strategies/torch.py.
 """
@@ -52,7 +52,7 @@ _RECORDS = {
     _DCP + "planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
     "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
     "torch.serialization": "_get_layout",
-    "builtins": "getattr",  # how Python 3.11.2, Debian 12's, pickles a member of an Enum; only a record here
+    "builtins": "getattr",  # Python 3.11.2 (of Debian 12) pickles members of an Enum with it; here it is only a record
     "pathlib": "Path PosixPath PurePosixPath WindowsPath",
 }
 _ALLOWED: dict[tuple[str, str], Callable[..., object]] = {
@@ -65,7 +65,8 @@ _ALLOWED: dict[tuple[str, str], Callable[..., object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A stored chunk of a tensor: [offset, offset + shape), and the bytes of a file that hold it as torch.save does."""
+    """A stored chunk of a tensor: elements [offset, offset + shape), in `length` bytes of a file that torch.save wrote,
+    from byte `start`."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -84,13 +85,14 @@ class StoredTensor:
 
 
 def read_metadata(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by key; objects that are no tensors are left out.
+    """Return the tensors of a checkpoint by key; objects that are not tensors are left out.
 
     Args:
         path: the `.metadata` file.
 
     Raises:
-        CheckpointError: missing, torn, naming a class that is not on the list, or a file outside the directory.
+        CheckpointError: it is missing or torn, or names a class that is not on the list or a file outside the
+            directory.
     """
     try:
         metadata = RestrictedUnpickler(path.read_bytes(), _ALLOWED, path).load()
@@ -99,14 +101,14 @@ def read_metadata(path: Path) -> dict[str, StoredTensor]:
         return {key: _tensor(key, row, places) for key, row in rows if "size" in row.fields}
     except CheckpointError:
         raise
-    except Exception as error:  # a pickle of any bytes can fail in any way; nothing was run
+    except Exception as error:  # arbitrary bytes can fail in any way as a pickle; no code of theirs was run
         raise CheckpointError(
             f"{path} cannot be read: {type(error).__name__}: {error}; the checkpoint is torn"
         ) from None
 
 
 def _place(index: Inert) -> tuple[str, tuple[int, ...] | None]:
-    offset = index.fields.get("offset")  # left out where it is None
+    offset = index.fields.get("offset")  # absent if it is None
     return index.fields["fqn"], None if offset is None else tuple(offset)
 
 
@@ -157,7 +159,7 @@ class TorchDistPieces(PieceStore):
         """Read `.metadata`.
 
         Raises:
-            CheckpointError: missing, torn, or holding a class that is not on the list.
+            CheckpointError: it is missing or torn, or contains a class that is not on the list.
         """
         super().__init__()
         self._directory = directory
@@ -165,15 +167,15 @@ class TorchDistPieces(PieceStore):
         self._pieces: dict[tuple[str, Blob], Piece] = {}
 
     def keys(self) -> list[str]:
-        """Every key of a tensor, sorted."""
+        """Return the key of every tensor, sorted."""
         return sorted(self._tensors)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of the whole tensor, from `.metadata`."""
+        """Return the shape of the whole tensor, from `.metadata`."""
         return self._stored(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
-        """Dtype, from `.metadata`."""
+        """Return the dtype, from `.metadata`."""
         return self._stored(key).dtype
 
     def boxes(self, key: str) -> Sequence[Blob]:
@@ -181,7 +183,7 @@ class TorchDistPieces(PieceStore):
         return self._stored(key).blobs
 
     def piece(self, key: str, box: Blob) -> Piece:
-        """Return where a blob's numbers are; looks into its file for where they begin."""
+        """Return where a blob's numbers are; reads its file to find where they begin."""
         if (key, box) not in self._pieces:
             self._pieces[key, box] = self._locate(key, self._stored(key), box)
         return self._pieces[key, box]
@@ -204,7 +206,7 @@ class TorchDistPieces(PieceStore):
 
 
 class _Part(io.RawIOBase):
-    """Bytes [start, start + length) of a file as a file of their own."""
+    """Bytes [start, start + length) of a file, as a file object."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -234,7 +236,7 @@ class _Part(io.RawIOBase):
 
 
 def _numbers_start(part: _Part, dtype: torch.dtype, shape: tuple[int, ...], path: Path) -> int:
-    """Return where the numbers of a tensor begin within what torch.save wrote. Raises ValueError."""
+    """Return where the numbers of a tensor begin within the bytes that torch.save wrote. Raises ValueError."""
     with zipfile.ZipFile(part) as archive:
         names = {name.split("/", 1)[-1]: name for name in archive.namelist()}
         number, offset, found_shape, stride = _description(archive.read(names["data.pkl"]), path)
@@ -252,7 +254,7 @@ _Description = tuple[tuple[torch.dtype, str], int, tuple[int, ...], tuple[int, .
 
 
 def _description(content: bytes, path: Path) -> _Description:
-    """((dtype, number of the storage), offset, shape, strides) out of torch.save's own small pickle."""
+    """Return ((dtype, number of the storage), offset, shape, strides) from the small pickle that torch.save writes."""
 
     def rebuilt(
         storage: tuple[Any, ...], offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object
@@ -270,7 +272,7 @@ def _description(content: bytes, path: Path) -> _Description:
 
 @dataclass(frozen=True, slots=True)
 class WrittenBlob:
-    """What was written into a `*.distcp` file: a chunk of a tensor, or an object (shape None)."""
+    """A chunk of a tensor, or an object (shape None), that was written into a `*.distcp` file."""
 
     key: str
     file: str
@@ -283,22 +285,22 @@ class WrittenBlob:
 
 
 def write_blob(file: BinaryIO | DirectFile, value: Tensor | list[None]) -> tuple[int, int]:
-    """Append a tensor or object as torch.save writes it; returns (first byte, number of bytes). Raises OSError."""
+    """Append a tensor or object with torch.save. Returns (first byte, number of bytes). Raises OSError."""
     start = file.tell()
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
-        value = value.clone()  # of a view torch.save writes all the memory behind it
-    torch.save(value, file)  # type: ignore[arg-type]  # it asks for write and flush only
+        value = value.clone()  # for a view, torch.save would write the whole storage behind it
+    torch.save(value, file)  # type: ignore[arg-type]  # it calls only write and flush
     return start, file.tell() - start
 
 
 _EXTRA_FILE = "__extra_0.distcp"
-# Modules of which Megatron keeps an `_extra_state` (the scaling state of fp8, empty without it) that loading asks for:
-# linear layers of both layer specs, and norms and attention of Transformer Engine.
+# Modules for which Megatron saves an `_extra_state` (the scaling state of fp8, empty without fp8) and requires it when
+# loading: linear layers of both layer specs, and norms and attention of Transformer Engine. These are the latter:
 _EXTRA_OF_LAYER = ("self_attention.core_attention", "input_layernorm", "pre_mlp_layernorm")
 
 
 def write_extra_states(directory: Path, blobs: Iterable[WrittenBlob]) -> list[WrittenBlob]:
-    """Write the empty `_extra_state` objects of all modules with weights; returns what was written."""
+    """Write the empty `_extra_state` objects of all modules with weights. Returns what was written."""
     boxes: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for blob in blobs:
         module, _, name = blob.key.rpartition(".")
@@ -320,7 +322,7 @@ def write_extra_states(directory: Path, blobs: Iterable[WrittenBlob]) -> list[Wr
 
 
 def write_metadata(directory: Path, blobs: Iterable[WrittenBlob]) -> None:
-    """Write `.metadata`, `common.pt` and `metadata.json` of a directory whose `*.distcp` files are complete."""
+    """Write `.metadata`, `common.pt` and `metadata.json` for a directory whose `*.distcp` files are complete."""
     state: dict[str, TensorStorageMetadata] = {}
     objects: dict[str, BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}

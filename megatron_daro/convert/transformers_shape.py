@@ -1,9 +1,9 @@
-"""The shape of a model, compared with what the installed transformers makes of the same config.json.
+"""The shape of a model, compared with the one that the installed transformers reads from the same config.json.
 
-Model directory -> ModelShape, before a conversion or a run starts. `config.model_shape` reads
-config.json without transformers, in milliseconds; other programs, the rollout engines among them, read it with
-transformers. A rule that changed between its versions, a default, or a key that decides elsewhere what it decides here
-would train another model than is sampled from, without a word.
+Model directory -> ModelShape, before a conversion or a run starts. `config.model_shape` reads config.json without
+transformers, in milliseconds; other programs, including the rollout engines, read it with transformers. If the two
+differed in a rule, a default or the meaning of a key, the run would silently train another model than the engine
+samples from.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def read_compared_shape(directory: Path | Mapping[str, Any]) -> ModelShape:
     """Return the shape of a model, if transformers reads the same from its config.json.
 
     Args:
-        directory: with a config.json; weights are not needed. A mapping, which was made from the arguments of a
-            Megatron checkpoint, is read and not compared: no file says the same to transformers.
+        directory: with a config.json; weights are not needed. A mapping, made from the arguments of a Megatron
+            checkpoint, is not compared, since there is no file that transformers could read.
 
     Raises:
-        ModelError: `read_model_shape` refuses it, transformers cannot read it, or it reads something else: each
-            difference with both readings.
+        ModelError: `read_model_shape` refuses it, transformers cannot read it, or transformers reads something else;
+            the message has each difference, with both readings.
     """
     shape = read_model_shape(directory)
     if isinstance(directory, Mapping):
@@ -40,7 +40,7 @@ def read_compared_shape(directory: Path | Mapping[str, Any]) -> ModelShape:
     try:
         resolved = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        # Its classes raise whatever their checks raise: ValueError, KeyError, TypeError, its own.
+        # Its classes may raise anything: ValueError, KeyError, TypeError, errors of their own.
         raise ModelError(
             f"{directory}: transformers {transformers.__version__} cannot read config.json ({type(error).__name__}: "
             f"{error}); correct it, or copy the one that came with the model"
@@ -62,7 +62,7 @@ def read_compared_shape(directory: Path | Mapping[str, Any]) -> ModelShape:
 
 
 def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iterator[tuple[str, object, object]]:
-    """Yield (name, our reading, that of transformers) of everything that decides parameters and forward pass."""
+    """Yield (name, our reading, transformers' reading) of everything that determines parameters and forward pass."""
 
     def theirs(name: str, default: object = None) -> object:
         return getattr(resolved, name, default)
@@ -109,7 +109,7 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
         yield "sliding_window", shape.window, theirs("sliding_window")
     for key, allowed in family.only.items():
         yield key, allowed[0], theirs(key, allowed[0])
-    for _ in range(2):  # as AutoConfig leaves it, and as the model's class completes it when it computes frequencies
+    for _ in range(2):  # as AutoConfig leaves it, and then as the model's class completes it to compute frequencies
         rope: dict[str, Any] = {key: theirs(key) for key in ("rope_parameters", "max_position_embeddings")}
         rope = with_rope_of_full_attention(rope, where) if family.plain_windows else rope
         yield "rope_theta", shape.rope_theta, rope["rope_parameters"].get("rope_theta")
@@ -140,8 +140,8 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
 
 
 def _windowed_layers(resolved: PreTrainedConfig) -> list[int]:
-    """Return the layers with a window: those that `layer_types` names; and, where the family's class does not have this
-    key (Qwen3-MoE, Mixtral, Mistral), all of them where `sliding_window` is a number.
+    """Return the layers with a window: those that `layer_types` names; or, if the family's class does not have that key
+    (Qwen3-MoE, Mixtral, Mistral), all layers if `sliding_window` is a number.
 
     Source: the layers and masks of transformers' models/NAME/modeling_NAME.py.
     """
@@ -153,7 +153,8 @@ def _windowed_layers(resolved: PreTrainedConfig) -> list[int]:
 
 
 def _dense_layers(resolved: PreTrainedConfig, keys: ExpertKeys) -> list[int]:
-    """Source: `Qwen3MoeDecoderLayer` of transformers' models/qwen3_moe/modeling_qwen3_moe.py; `Glm4MoeDecoderLayer`."""
+    """Return the layers without experts. Source: transformers, `Qwen3MoeDecoderLayer` of
+    models/qwen3_moe/modeling_qwen3_moe.py, and `Glm4MoeDecoderLayer`."""
     if keys.dense:
         return list(range(min(getattr(resolved, keys.dense), resolved.num_hidden_layers)))
     step, listed = getattr(resolved, "decoder_sparse_step", 1), getattr(resolved, "mlp_only_layers", None) or ()

@@ -1,7 +1,7 @@
-"""The tensors of a Hugging Face checkpoint against its config.json, from the headers alone and without torch.
+"""Comparison of the tensors of a Hugging Face checkpoint with its config.json, by headers and without torch.
 
-A start and its dry run call `check_weights` before any process. Refuses missing, misshapen and unknown tensors,
-quantized ones, and norms and biases that are not finite; larger tensors are not read.
+A start and its dry run call `check_weights` before any process. Refuses missing, misshapen, unknown and quantized
+tensors, and norms and biases that are not finite; larger tensors are not read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXPONENTS = {
     "F16": ("<u2", 0x1F << 10),
     "BF16": ("<u2", 0xFF << 7),
 }
-"""Of each dtype that is trained: how numpy reads its bits, and those that are all set in infinities and NaN."""
+"""Dtypes that can be trained -> (numpy's type for its bits, the exponent bits: all set in infinities and NaN)."""
 _FAULTS_SHOWN = 3
 _HEAD_BIAS = "score.bias"
 
@@ -32,8 +32,8 @@ def check_weights(directory: Path, shape: ModelShape, *, critic: bool = False) -
     """Compare the checkpoint in a folder with the model that its config.json describes.
 
     Args:
-        directory: whose headers can be read. shape: from its config.json. critic: it may have a value head in place of
-            the output layer, or neither.
+        directory: its safetensors headers must be readable. shape: from its config.json. critic: whether it is a
+            critic's checkpoint, which may have a value head in place of the output layer, or neither.
 
     Raises:
         ModelError: names the first tensors that do not fit.
@@ -68,7 +68,7 @@ def _tensors(directory: Path, family: str) -> dict[str, tuple[Path, Entry]]:
     experts: dict[str, tuple[Path, Entry]] = {}
     for name, (place, dims) in apart.items():
         path, entry = tensors[place.stored_as(tensors)[0]]
-        size = entry.num_bytes // entry.shape[0]  # a half of what an expert has is not that of gate or up, but both are
+        size = entry.num_bytes // entry.shape[0]  # of an expert; its halves may mix gate and up, but both are checked
         start = entry.start + place.expert * size + place.part * (size // place.parts)
         experts[name] = path, Entry(name, entry.dtype if place.stack in tensors else "BF16", dims, start)
     held = {stored for place, _ in apart.values() for stored in place.stored_as(tensors)}
@@ -99,7 +99,7 @@ def _faults(
 
 
 def _is_finite(path: Path, entry: Entry) -> bool:
-    """Whether a tensor holds neither NaN nor infinities; reads all of it."""
+    """Return whether a tensor holds neither NaN nor infinities; reads all of it."""
     import numpy as np
 
     kind, exponent = _EXPONENTS[entry.dtype]

@@ -1,13 +1,14 @@
-"""What the driver decides of rewards and advantages, of whole groups before the batch is split over ranks:
+"""The rewards and advantages that the driver computes, over whole groups, before the batch is split over ranks:
 
-    shaped_rewards            the verdicts' rewards, and what answers gain or lose by their length and repetition
-    Algorithm.advantages      an advantage for each rollout, of these rewards
-    with_turn_advantages      in its place, for each token: of the rewards of turns
-    with_teacher_advantages   and beside these: of what a teacher said
+    shaped_rewards            the verdicts' rewards, plus what answers gain or lose by their length and repetition
+    Algorithm.advantages      an advantage for each rollout, from these rewards
+    with_turn_advantages      replaces it by an advantage for each token, from the rewards of turns
+    with_teacher_advantages   combines either with an advantage for each token, from what a teacher said
 
-Ranks decide what needs the columns of their passes, at every step before its loss (actor/advantages.py): a KL in the
-rewards, which makes the advantages of rollouts anew, and an algorithm's own advantages of tokens, from a critic's
-values maybe. What would be decided in both places is refused (config/rules/algorithm.py, runtime/run_algorithm.py).
+Ranks compute what needs the columns of their forward passes, at every step before its loss (actor/advantages.py): a KL
+in the rewards, from which the advantages of rollouts are computed again, and an algorithm's own advantages of tokens,
+perhaps from a critic's values. Options that would set advantages in both places are refused (config/rules/algorithm.py,
+runtime/run_algorithm.py).
 
 Shape letters: N samples, R response tokens of all samples, U turns of all samples.
 """
@@ -34,10 +35,10 @@ def shaped_rewards(
     length_weight: float,
     repetition_penalty: float,
 ) -> np.ndarray:
-    """Return float32 [N], the rewards of training.
+    """Return the rewards of training, float32 [N].
 
     Args:
-        overlong: (max_tokens, cache_tokens) of DAPO's soft length penalty; None: without.
+        overlong: (max_tokens, cache_tokens) of DAPO's soft length penalty; None: no penalty.
         length_weight, repetition_penalty: see `build_step_batch`.
     """
     rewards_N = np.array([v.reward for v in verdicts], dtype=np.float32)
@@ -53,7 +54,8 @@ def shaped_rewards(
 
 
 def with_turn_advantages(batch: StepBatch, rollouts: Sequence[Rollout], std: AdvantageStd) -> StepBatch:
-    """Return the batch with each token's sum of the normalised rewards of its turn and of later ones.
+    """Return the batch with token advantages: the sum of the normalised rewards of the token's turn and of all later
+    ones.
 
     Source: process supervision, DeepSeekMath (arXiv 2402.03300, section 4.1.3).
     """
@@ -72,7 +74,7 @@ def with_teacher_advantages(
 ) -> StepBatch:
     """Return the batch with the advantages of distillation, 0 where nothing is trained.
 
-    A token's is coefficient (log p(teacher) - log p(policy)) + reward_weight times the one that it has without.
+    A token's is coefficient * (log p(teacher) - log p(policy)) + reward_weight * its advantage without distillation.
 
     Raises:
         DataError: the teacher has not read a rollout.
@@ -94,21 +96,21 @@ def with_teacher_advantages(
 
 
 def _with_token_advantages(batch: StepBatch, advantages_R: np.ndarray) -> StepBatch:
-    """Return the batch with these, 0 where nothing is trained."""
+    """Return the batch with these token advantages, set to 0 where nothing is trained."""
     return replace(batch, token_advantages_R=np.where(batch.loss_mask_R == 1, advantages_R, 0).astype(np.float32))
 
 
 def _turn_rewards(rollout: Rollout, reward: float) -> np.ndarray:
-    """Return the rewards of its turns, whose sum is `reward`: what they lack, a penalty maybe, is of the last."""
+    """Return the rewards of the turns. Their sum is `reward`: the last one gets the difference, such as a penalty."""
     by_turn = np.array([one.reward for one in rollout.reports] or [0.0])
     by_turn[-1] += reward - by_turn.sum()
     return by_turn
 
 
 def _turn_lengths(rollout: Rollout) -> list[int]:
-    """Return the response tokens of each of the turns that `_turn_rewards` has."""
+    """Return how many response tokens belong to each entry of `_turn_rewards`."""
     if not rollout.reports:
         return [rollout.response_length]
     lengths = [seen + made for seen, made in rollout.turns if made]
-    lengths[-1] += rollout.response_length - sum(lengths)  # what was shown behind the last answer
+    lengths[-1] += rollout.response_length - sum(lengths)  # what was observed after the last answer
     return lengths

@@ -1,9 +1,9 @@
 """Batch assembly: scored groups become the columns of one optimizer step.
 
-Groups (rollouts and verdicts, filtered already) -> StepBatch -> schedule -> packing.
-Bins come from the verdicts' `correct`, never from the shaped reward; advantages from the shaped one (advantages.py).
-Refuses groups that are not exactly K finished rollouts with as many verdicts, and records whose columns do not fit.
-Non-finite log-probabilities pass: where they make the loss so, the policy decides whether the step stops or is skipped.
+Groups (rollouts and verdicts, filtered already) -> StepBatch -> schedule -> packing. Bins come from the verdicts'
+`correct`, never from the shaped reward; advantages from the shaped one (advantages.py). Refuses groups that are not
+exactly K finished rollouts with as many verdicts, and records whose columns do not fit. Non-finite log-probabilities
+pass: if the loss is not finite because of them, the policy does not take the step.
 
 Shape letters: N samples, K rollouts per prompt, T tokens of all samples, R response tokens of all samples.
 """
@@ -42,7 +42,7 @@ def build_step_batch(
     """Return the batch of all rollouts, groups in the given order, rollouts in index order.
 
     Args:
-        groups: complete groups, each group id once; a divisor over the batch is over all of them.
+        groups: complete groups, each group id once; a divisor over the batch spans all of them.
         algorithm: makes the advantages, and knows K.
         overlong: "penalty" adds DAPO's soft length penalty to the rewards; "filter" sets the loss mask of truncated
             rollouts to 0 (they still count in the pass rate and in the group's mean); "both" does both.
@@ -52,9 +52,10 @@ def build_step_batch(
         repetition_penalty: what is taken from the reward of an answer that repeats itself.
         teacher: factors of log p(teacher) - log p(policy) and of the algorithm's advantage, whose sum is a token's own
             advantage. Source: https://thinkingmachines.ai/blog/on-policy-distillation/. None: no distillation.
-        by_turn: rewards of turns are normalised over all turns of a group, and a token's advantage is the sum of those
-            of its turn and of later ones. Source: process supervision, DeepSeekMath (arXiv 2402.03300, section 4.1.3).
-        environments: data source -> number of its environment. None: the run has one.
+        by_turn: rewards of turns are normalised over all turns of a group, and a token's advantage is the sum of the
+            normalised rewards of its turn and of all later ones. Source: process supervision, DeepSeekMath (arXiv
+            2402.03300, section 4.1.3).
+        environments: data source -> number of its environment. None: the run has only one.
 
     Returns:
         The batch; old_logprobs_R and ref_logprobs_R are None, and group_lengths_NK unless the algorithm needs them.
@@ -104,15 +105,15 @@ def build_step_batch(
 
 
 PASSED = tuple(f"{name}_R" for name in PASSES)
-"""Columns of a StepBatch that passes over it give."""
+"""Columns of a StepBatch that come from forward passes over it."""
 
 
 def with_columns_of(batch: StepBatch, earlier: Sequence[StepBatch]) -> StepBatch:
-    """Return the batch with the columns that passes over other batches of the same rollouts gave.
+    """Return the batch with the columns that forward passes have given to other batches of the same rollouts.
 
     Args:
         batch: whole groups, each of them in one of `earlier`, in any order.
-        earlier: batches with the same columns of `PASSED`.
+        earlier: batches that all have the same columns of `PASSED`.
     """
     size, parts = batch.rollouts_per_prompt, dict[int, tuple[StepBatch, slice]]()
     for one in earlier:
@@ -130,13 +131,13 @@ def with_columns_of(batch: StepBatch, earlier: Sequence[StepBatch]) -> StepBatch
 
 
 def _with_group_lengths(batch: StepBatch) -> StepBatch:
-    """Return the batch, groups one after the other, with the trained tokens of each sample's whole group."""
+    """Return the batch, whose groups stand one after the other, with `group_lengths_NK`."""
     lengths_GK = batch.trained_tokens_N.reshape(-1, batch.rollouts_per_prompt)
     return replace(batch, group_lengths_NK=np.repeat(lengths_GK, batch.rollouts_per_prompt, axis=0))
 
 
 def _environments(groups: Sequence[Group], numbers: Mapping[str, int], rollouts_per_prompt: int) -> np.ndarray:
-    """int64 [N]. Raises DataError: a source has none."""
+    """Return each sample's environment number, int64 [N]. Raises DataError: a source has no environment."""
     if strange := sorted({group.prompt.source for group in groups} - numbers.keys()):
         raise DataError(
             f"environments: got problems of the data source {strange[0]!r}; allowed: {', '.join(numbers)}; fix: name "
@@ -186,7 +187,7 @@ ALIGNED = "allowed: the prompt, then one log-prob and one mask entry per respons
 
 
 def misaligned_columns(rollout: Rollout) -> list[str]:
-    """Say which columns have another length than the tokens that they belong to."""
+    """Describe the columns whose length differs from that of the tokens that they belong to."""
     columns = rollout.response_columns
     wrong = [f"{name} has {len(column)}" for name, column in columns.items() if len(column) != rollout.response_length]
     if rollout.routed_experts is not None and len(rollout.routed_experts) != len(rollout.tokens):

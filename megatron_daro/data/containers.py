@@ -57,18 +57,18 @@ class RowProblem:
 
 @dataclass(frozen=True, slots=True)
 class WrittenNumber:
-    """A number of a JSON file as it stands there: as a float, 6.02e23 would be another number."""
+    """A number of a JSON file as it is written there: as a float, 6.02e23 would be another number."""
 
     text: str
 
 
 def read_rows(path: Path, data_format: DataFormat = "auto", *, ends: int | None = None) -> Iterator[Row]:
-    """Return the rows of a file, one at a time.
+    """Yield the rows of a file, one at a time.
 
     Args:
         path: Parquet, a JSON array of objects, or one JSON object per line; also packed with gzip or zstd.
         data_format: "parquet" insists on that container, "jsonl" on another; the others take whichever it is.
-        ends: only so many first and as many last rows. All but Parquet is read to its end all the same.
+        ends: only this many first and as many last rows. Files other than Parquet are read to their end all the same.
 
     Yields:
         (number, row): the line number of JSON lines, else the row number, from 1. A RowProblem stands where a line is
@@ -97,7 +97,7 @@ def read_rows(path: Path, data_format: DataFormat = "auto", *, ends: int | None 
 
 
 def _packing(path: Path) -> str | None:
-    """gzip, zstd or None, by the first bytes."""
+    """Return gzip, zstd or None, by the first bytes."""
     if why := why_no_file(path):
         fix = "give a file with at least one problem" if "empty" in why else "check the path"
         raise DataError(f"{path}: {why}; {fix}")
@@ -111,8 +111,7 @@ def _packing(path: Path) -> str | None:
 
 @contextmanager
 def _readable(path: Path, packing: str | None) -> Iterator[IO[bytes]]:
-    """Return the file, unpacked. pyarrow tells a packed file that ends too early from a whole one; zstandard does
-    not."""
+    """Yield the file, unpacked. pyarrow notices when a packed file ends too early; zstandard does not."""
     if packing is None:
         with path.open("rb") as plain:
             yield plain
@@ -150,7 +149,7 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _both_ends(rows: Iterable[tuple[int, bytes]], count: int) -> Iterator[tuple[int, bytes]]:
-    """Return the first `count` and the last `count`, each once."""
+    """Yield the first `count` and the last `count` rows, each once."""
     rest = iter(rows)
     yield from islice(rest, count)
     yield from deque(rest, maxlen=count)
@@ -213,15 +212,15 @@ def _parquet_rows(path: Path, packing: str | None, ends: int | None) -> Iterator
 
 
 def _in_memory(file: IO[bytes]) -> io.BytesIO:
-    """Parquet is read from its end, which a packed file does not allow."""
+    """Return the whole file: Parquet is read from its end, which a packed file does not allow."""
     return io.BytesIO(file.read())
 
 
 def _values(batch: pa.RecordBatch) -> list[Any]:
-    """Return the rows of an Arrow batch; one that Python cannot hold (text that is not UTF-8, the year 100000) is
-    named."""
+    """Return the rows of an Arrow batch, with a RowProblem for one that Python cannot hold (text that is not UTF-8, the
+    year 100000)."""
     names = batch.schema.names
-    # A float64 is called double. Of two columns of one name Python has one, nobody knows which.
+    # float64 is called double. Of two columns of one name Python gets only one, and it is unknown which.
     narrow = [field for field in batch.schema if "float" in str(field.type) and names.count(field.name) == 1]
     try:
         rows = batch.to_pylist()
@@ -235,8 +234,8 @@ def _values(batch: pa.RecordBatch) -> list[Any]:
 
 
 def _shortest(value: Any, kind: pa.DataType) -> Any:
-    """Return the value with the fewest digits that tell its narrow floats apart: 0.3 of a float32 column became
-    0.30000001192092896 in Python."""
+    """Return the value with its narrow floats in the fewest digits that tell them apart: 0.3 of a float32 column would
+    otherwise become 0.30000001192092896 in Python."""
     import pyarrow.types as kinds
 
     if value is None:

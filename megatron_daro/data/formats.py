@@ -124,7 +124,8 @@ def parse_row(
 
 
 def field_names(row: object) -> list[str]:
-    """Names that `problem_field` and `answer_field` could have: of the row's fields, and of those in its objects."""
+    """Return the names that `problem_field` and `answer_field` could have: the row's fields and the fields of its
+    objects."""
     if not isinstance(row, Mapping):
         return []
     inner = [f"{name}.{key}" for name, value in row.items() if isinstance(value, Mapping) for key in value]
@@ -158,7 +159,7 @@ def answer_text(value: object) -> str | None:
 
 
 def _decimal(written: str) -> Decimal | None:
-    """None for an exponent of more digits than the library takes."""
+    """Return the number; None if its exponent has more digits than the library takes."""
     try:
         return Decimal(written)
     except InvalidOperation:
@@ -176,7 +177,7 @@ def _number_text(value: Decimal | None, written: str) -> str:
 
 
 def _texts(parsed: ParsedRow) -> Iterator[str]:
-    """Every text of the row that goes on from here."""
+    """Yield every text that is kept of a row."""
     yield from (*parsed.answers, parsed.text or "", parsed.source or "", parsed.category)
     for message in parsed.messages or ():
         yield json.dumps(message, ensure_ascii=False)
@@ -231,8 +232,7 @@ def _offers(value: object) -> bool:
 
 
 def _chat_in_text(text: str) -> list[Any] | None:
-    """Return the chat that a text is, where all of it is a JSON array of messages; files without lists keep chats
-    so."""
+    """Return the chat, if all of the text is a JSON array of messages: files without lists keep chats in this form."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -263,7 +263,7 @@ def _messages(value: list[Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _plain_number(value: object) -> float:
-    """Return the number that a template takes for a WrittenNumber; anything else is no JSON."""
+    """Return a WrittenNumber as a number for templates. Raises TypeError: anything else is no JSON."""
     if not isinstance(value, WrittenNumber):
         raise TypeError
     return float(value.text)
@@ -296,13 +296,14 @@ def _answer(value: object, name: str, data_format: DataFormat, *, is_named: bool
 
 
 def _category(row: Mapping[str, Any]) -> str:
-    """Return a number (a level of difficulty) as text; what is neither text nor number is no category."""
+    """Return the category, a number (a level of difficulty) as text; empty if it is neither text nor a number."""
     _, value = _first_field(row, CATEGORY_FIELDS)
     return answer_text(value) or "" if not isinstance(value, list) else ""
 
 
 def _after_hashes(text: str) -> str:
-    """GSM8K writes thousands with a comma, which elsewhere separates answers: 1,080 is 1080."""
+    """Return the answer after ####. GSM8K writes thousands with a comma, which elsewhere separates answers: 1,080 is
+    1080."""
     answer = text.rsplit("####", 1)[1].strip()
     if not answer:
         raise _UnusableRowError("no answer (nothing after ####)")

@@ -1,9 +1,9 @@
 """Orders of the training prompts: passes over all of them, easy to hard, and by how often the run failed lately.
 
 `next(n)` hands prompts to the sampler, `observe` takes the outcomes of finished groups, and the state goes into the
-checkpoint. Every draw is a function of (seed, number of the draw, state) in integers, so a resumed run draws what the
-unbroken one would have. Rejects resuming on other data or with other settings: the same position would mean other
-prompts.
+checkpoint. Every draw is a function of (seed, number of the draw, state) in integers, so a resumed run draws what an
+uninterrupted one would have drawn. Rejects resuming on other data or with other settings: the same position would mean
+other prompts.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _FIXES = {
     "shuffle": "resume with the same data.shuffle",
     "settings": "resume with the same data.curriculum or data.prioritised, and pass rates in the files",
 }
-"""What of a state must be as it was when it was saved, and how to get there."""
+"""Fields of a state that must be as they were when it was saved -> how to achieve that."""
 
 
 class _Order(ABC):
-    """What all orders share: one draw after the other, and a state that goes on exactly."""
+    """What all orders share: one draw after the other, and a state from which they continue exactly."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
         if not prompts:
@@ -61,10 +61,10 @@ class _Order(ABC):
         return [self._prompts[self._draw()] for _ in range(n)]
 
     def observe(self, groups: Sequence[Group]) -> None:  # noqa: B027
-        """Learn what became of groups; nothing where the order does not depend on it."""
+        """Learn the outcomes of groups; does nothing where the order does not depend on them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, fit for JSON."""
+        """Return plain values, fit for JSON."""
         return {"seed": self._seed, "num_prompts": len(self), "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -86,15 +86,16 @@ class _Order(ABC):
 
     @abstractmethod
     def _draw(self) -> int:
-        """Return the place of the next prompt, which is drawn now."""
+        """Draw the next prompt. Returns its place in the list of prompts."""
 
     @abstractmethod
     def _go_on(self, state: Mapping[str, Any]) -> None:
-        """Take what is left of a state of the same prompts and settings. Raises CheckpointError: it is torn."""
+        """Take over the rest of a state, once its prompts and settings are known to be the same. Raises
+        CheckpointError: it is torn."""
 
 
 class Epochs(_Order):
-    """Each prompt once per epoch, a pass over all prompts (not over a batch, as elsewhere)."""
+    """Each prompt once per epoch, which is a pass over all prompts here, and not over a batch as elsewhere."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True) -> None:
         """Start at the first prompt of epoch 0.
@@ -145,10 +146,10 @@ class Epochs(_Order):
 
 
 class Mix:
-    """Several sources at once: the next prompt is of that which lags most behind its share of the draws."""
+    """Several sources at once: the next prompt comes from the one that lags most behind its share of the draws."""
 
     def __init__(self, sources: Mapping[str, _Order], weights: Mapping[str, float]) -> None:
-        """Begin each. Args: sources: by the name of their environment. weights: likewise, above 0."""
+        """Begin. Args: sources: by name of environment. weights: by name of environment, above 0."""
         total = sum(weights.values())
         self._sources, self._shares = sources, {name: weights[name] / total for name in sources}
 
@@ -157,16 +158,17 @@ class Mix:
         return [self._behind().next(1)[0] for _ in range(n)]
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Tell each source, which knows its own."""
+        """Tell each source; it recognises its own groups."""
         for source in self._sources.values():
             source.observe(groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return those of all."""
+        """Return the states of all sources, by name of environment."""
         return {name: source.state_dict() for name, source in self._sources.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken. Raises CheckpointError: it is of other environments, or as theirs do."""
+        """Go on where the state was taken. Raises CheckpointError: it is of other environments, or a source refuses its
+        own."""
         if state.keys() != self._sources.keys():
             raise CheckpointError(
                 f"data cursor: state of {sorted(state)}, this run has environments {sorted(self._sources)}; resume "
@@ -181,7 +183,7 @@ class Mix:
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Return what changes with the prompts, their order, answers and tokens."""
+    """Return a digest that changes with the prompts, their order, answers and tokens."""
     digest = hashlib.sha256()
     for prompt in prompts:
         record = repr((prompt.id, prompt.answer, prompt.tokens, *prompt.alternatives))
@@ -194,7 +196,7 @@ _ROUNDING = 1e-9
 
 
 class _Draws(_Order):
-    """What both orders of single draws share."""
+    """What curriculum and prioritised orders share."""
 
     kind: Literal["curriculum", "prioritised"]
 
@@ -233,11 +235,11 @@ class _Draws(_Order):
 
     @abstractmethod
     def _choose(self, random: int) -> int:
-        """Return the place of the next prompt."""
+        """Return the place of the next prompt. random: 64 random bits."""
 
     @abstractmethod
     def _columns(self) -> dict[str, np.ndarray]:
-        """Return what the state has for each prompt."""
+        """Return the columns of the state, with an entry for each prompt."""
 
     @abstractmethod
     def _set_columns(self, columns: dict[str, np.ndarray]) -> None:
@@ -245,8 +247,8 @@ class _Draws(_Order):
 
 
 class Curriculum(_Draws):
-    """Easy to hard: at first the easiest share of the prompts is open, later all; of those that are open, one of the
-    least often drawn comes next.
+    """Easy to hard: at first only the easiest share of the prompts is open, later all of them. Each draw takes one of
+    the open prompts that were drawn least often.
 
     Source: the pacing function of Hacohen and Weinshall, On The Power of Curriculum Learning (arXiv 1904.03626).
     """
@@ -266,8 +268,8 @@ class Curriculum(_Draws):
 
         Args:
             prompts: at least one. pass_rates: prompt id -> rate in [0, 1], of every prompt.
-            section: the configuration's. seed: 0 or more. ramp: prompts drawn until all are open, where neither the
-                section nor a state that is loaded says it.
+            section: the configuration's. seed: 0 or more. ramp: how many prompts are drawn until all are open, unless
+                the section or a loaded state says it.
 
         Raises:
             DataError: a prompt without a pass rate.
@@ -288,7 +290,8 @@ class Curriculum(_Draws):
         super().__init__(prompts, seed, settings)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `_Order`; the ramp goes on with another number of steps."""
+        """See `_Order`. The ramp is part of it, so it stays the same if a run is resumed with another number of
+        steps."""
         return {**super().state_dict(), "ramp": self._ramp}
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
@@ -299,7 +302,7 @@ class Curriculum(_Draws):
 
     @property
     def open(self) -> int:
-        """How many prompts can be drawn now: the easiest so many."""
+        """How many prompts can be drawn now, counted from the easiest."""
         return min(len(self), self._first + (len(self) - self._first) * self.drawn // self._ramp)
 
     def _choose(self, random: int) -> int:
@@ -318,8 +321,8 @@ class Curriculum(_Draws):
 
 
 class Prioritised(_Draws):
-    """Each draw takes a prompt with a probability in proportion to its priority, which follows how often the run failed
-    on it lately. A prompt is not drawn twice for one batch while others are left.
+    """Each draw takes a prompt with a probability proportional to its priority, which follows from how often the run
+    failed on it lately. A prompt is not drawn twice for one batch while others are left.
 
     Source: prioritised sampling of Kimi k1.5 (arXiv 2501.12599, section 2.3.4), by 1 - success rate.
     """
@@ -329,11 +332,11 @@ class Prioritised(_Draws):
     def __init__(
         self, prompts: Sequence[Prompt], pass_rates: Mapping[str, float], section: PrioritisedSection, *, seed: int
     ) -> None:
-        """Start with what is known.
+        """Start with the stored pass rates.
 
         Args:
             prompts: at least one. pass_rates: prompt id -> rate in [0, 1], where a file has one; a prompt without one
-                has priority 1 until it was tried.
+                has priority 1 until it has been tried.
             section: the configuration's. seed: 0 or more.
         """
         self._section = section
@@ -345,7 +348,7 @@ class Prioritised(_Draws):
         super().__init__(prompts, seed, {"by": section.by, "floor": section.floor})
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Learn the pass rates of groups; what was drawn before can be drawn again."""
+        """Learn the pass rates of groups, and let every prompt be drawn again."""
         for group in groups:
             place = self._place.get(group.prompt.id)
             if place is not None and group.verdicts:
@@ -355,8 +358,8 @@ class Prioritised(_Draws):
         self._weights_N = self._weights(self._failure_N)
 
     def _weights(self, failure_N: np.ndarray) -> np.ndarray:
-        """Priorities as whole numbers, whose sums are exact: at least 1, but with a floor of 0 where nothing is left to
-        learn."""
+        """Return priorities as whole numbers, whose sums are exact: at least 1, but 0 with a floor of 0 where nothing
+        is left to learn."""
         section = self._section
         need_N = {
             "failure": lambda: failure_N,
@@ -371,7 +374,7 @@ class Prioritised(_Draws):
         if self._since_N.all():
             self._since_N[:] = False
         ends_N = np.cumsum(np.where(self._since_N, 0, self._weights_N))
-        if ends_N[-1] == 0:  # what is left is always solved
+        if ends_N[-1] == 0:  # nothing is left to learn of the prompts that are left
             ends_N = np.cumsum(~self._since_N)
         chosen = int(np.searchsorted(ends_N, random % int(ends_N[-1]), side="right"))
         self._since_N[chosen] = True

@@ -8,8 +8,8 @@ unknown sample indices, and multiples below one. It never truncates and never dr
 
 Shape letters: M samples of the micro-batch, T packed tokens with padding, R response tokens of the batch, P response
 tokens of this micro-batch (of this context-parallel slice), J those of them that are trained, C sequences of the
-samples (one each, but several of an agent that rewrote its history: `Sequences.contexts_N`), G the same and one more
-where the end is padding.
+samples (one for each sample, or several where an agent rewrote its history: `Sequences.contexts_N`), G the same, and
+one more where the end is padding.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class PackedMicroBatch:
     sample_indices, -1 on padding. cu_seqlens int32 [G + 1], boundaries of the whole (unsliced) pack with padding
     included; max_seqlen the longest sequence. sample_indices int64 [M], rows of the batch. response_slots_P int64:
     where in T the response tokens are predicted; batch_slots_P int64: where they stand in the batch's R.
-    trained_slots_J int64: where mask_T is set, found on the CPU, since a GPU would have to be waited for.
+    trained_slots_J int64: where mask_T is set, computed on the CPU, since on a GPU the host would have to wait for it.
     rollout_logprobs_T, old_logprobs_T, ref_logprobs_T, token_advantages_T, values_T, value_targets_T float32, 0 outside
-    responses: the batch's _R columns of these names; None where it has none. routed_experts_TLK int16 [T, layers,
-    experts of a token], -1 on padding and where the batch does not know. context_parallel_size: of how many slices the
-    T columns are one.
+    responses: the batch's _R columns of these names; None where the batch has none. routed_experts_TLK int16 [T,
+    layers, experts of a token], -1 on padding and where they are unknown. context_parallel_size: into how many slices
+    the pack was cut; the T columns are one of them.
     """
 
     tokens_T: Tensor
@@ -67,12 +67,13 @@ class PackedMicroBatch:
         return len(self.sample_indices)
 
     def silent(self) -> PackedMicroBatch:
-        """Return the same tokens with nothing to train or to report: a schedule is filled up with it."""
+        """Return the same tokens with nothing to train or to report, to fill up a schedule."""
         none = {name: getattr(self, name)[:0] for name in ("response_slots_P", "batch_slots_P", "trained_slots_J")}
         return replace(self, mask_T=torch.zeros_like(self.mask_T), **none)
 
     def to(self, device: torch.device | str) -> PackedMicroBatch:
-        """Return the same micro-batch on another device. A GPU copies from pinned memory, and nobody waits for it."""
+        """Return the same micro-batch on another device. A GPU copies from pinned memory, and the host does not wait
+        for it."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in columns.items() if isinstance(value, Tensor)}
         if torch.device(device).type == "cuda":
@@ -124,7 +125,8 @@ def pack(
     labels_T[predicts] = tokens_T[predicts + 1]
 
     responses_M = lengths_M - prompts_M
-    # Where the token before stands; before the first of a later sequence, which is never trained, that of another one.
+    # Where the preceding token stands. That of the first token of a later sequence, which is never trained, is in
+    # another sequence.
     before_P = np.repeat(np.cumsum(lengths_M) - responses_M - 1, responses_M) + _within(responses_M)
     response_slots_P = token_slots[before_P]
     batch_slots_P = _flat_slots(batch.response_lengths_N, indices_M)
@@ -152,7 +154,7 @@ def pack(
 
 
 def _routed_experts(batch: Sequences, indices_M: np.ndarray, token_slots: np.ndarray, total: int) -> Tensor | None:
-    """Read those of the samples from their files."""
+    """Read the experts of the samples from their files; None if no sample of the batch has any."""
     experts_N = batch.routed_experts_N or ()
     shape = next((experts.shape[1:] for experts in experts_N if experts), None)
     if shape is None:
@@ -168,7 +170,7 @@ def _routed_experts(batch: Sequences, indices_M: np.ndarray, token_slots: np.nda
 
 
 def collect_responses(parts: Iterable[tuple[Tensor, PackedMicroBatch]], num_response_tokens: int) -> np.ndarray:
-    """Response column of a batch from the values of its micro-batches.
+    """Collect the response column of a batch from the values of its micro-batches.
 
     Args:
         parts: (values_T, micro-batch) pairs; each response token of the batch in at most one of them.
@@ -225,7 +227,7 @@ def context_parallel_slice(packed: PackedMicroBatch, cp_rank: int, cp_size: int)
 
 
 def _slice_slots(packed: PackedMicroBatch, cp_rank: int, cp_size: int) -> Tensor:
-    """int64 [T / CP]: the slots of the whole pack that this rank holds, ascending."""
+    """Return the slots of the whole pack that this rank holds, ascending, int64 [T / CP]."""
     if packed.context_parallel_size != 1:
         raise DataError(
             f"context_parallel_slice: this micro-batch is already one of {packed.context_parallel_size} slices; pass "
@@ -266,13 +268,13 @@ def _checked_indices(
 
 
 def _within(lengths: np.ndarray) -> np.ndarray:
-    """0 .. length - 1 for each run, end to end."""
+    """Return 0 .. length - 1 for each run, end to end."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)
 
 
 def _flat_slots(lengths_N: np.ndarray, indices_M: np.ndarray) -> np.ndarray:
-    """Where the elements of the chosen samples stand in a flat ragged column."""
+    """Return where the elements of the chosen samples stand in a flat ragged column."""
     starts_N = np.cumsum(lengths_N) - lengths_N
     chosen_M = lengths_N[indices_M]
     return np.repeat(starts_N[indices_M], chosen_M) + _within(chosen_M)

@@ -1,9 +1,8 @@
 """Problem files become a list of Prompt, and a report of what was left out and why.
 
 A bad row is dropped and counted with its line number, or rejected with `strict`; files without one usable row are
-rejected. Nothing is dropped without standing in the report. The report also counts problems that stand in an
-evaluation set, by exact match of normalized text (Unicode form, white space): it does not find paraphrases, and says
-so.
+rejected. Whatever is dropped is in the report. The report also counts problems that stand in an evaluation set, by
+exact match of normalized text (Unicode form, white space): paraphrases are not found.
 """
 
 from __future__ import annotations
@@ -31,24 +30,25 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def normalized_text(text: str) -> str:
-    """Return Unicode NFC without white space, but between digits. Case stays: x and X differ in mathematics."""
+    """Return the text in Unicode NFC, without white space except between digits. Case stays: x and X differ in
+    mathematics."""
     words = " ".join(unicodedata.normalize("NFC", text).split())
     return re.sub(r"(?<!\d) | (?!\d)", "", words)
 
 
 def problem_key(text: str, environment: str = "", answers: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return what only repeats of a problem have in common.
+    """Return a key that only repeats of a problem have in common.
 
     Args:
         text: the problem.
-        environment: name of its environment, of several: each has problems of its own.
-        answers: of an environment with turns, where they make the problem: a game hides another word behind one text.
+        environment: name of its environment, if there are several: each has problems of its own.
+        answers: with turns, since there they are part of the problem: a game hides different words behind one text.
     """
     return environment, normalized_text(text), *answers
 
 
 def find_overlap(prompts: Sequence[Prompt], held_out: Mapping[str, Sequence[Prompt]]) -> dict[str, list[str]]:
-    """Training prompts that also stand in an evaluation set.
+    """Return the training prompts that also stand in an evaluation set.
 
     Args:
         prompts: the training set.
@@ -75,7 +75,7 @@ class LoadReport:
     dropped: reason -> "file:line" of every row dropped for it. duplicates: rows that repeat a problem with the same
     answer. conflicting: rows of problems that occur with different answers; conflicting_problems: how many problems.
     contaminated: evaluation set -> ids of the kept prompts that stand in it too (exact match of normalised text).
-    pass_rates: id of a kept prompt -> what its file stores, where it does.
+    pass_rates: id of a kept prompt -> the pass rate in its file, if there is one.
     """
 
     rows: int
@@ -119,7 +119,7 @@ def load_problems(
     ends: int | None = None,
     held_out: Mapping[str, Sequence[Prompt]] | None = None,
 ) -> tuple[list[Prompt], LoadReport]:
-    """All usable problems of the files, in file order.
+    """Return all usable problems of the files, in file order.
 
     Args:
         paths: Parquet, JSON-array or JSON-lines files, also packed with gzip or zstd.
@@ -129,15 +129,16 @@ def load_problems(
         strict: a bad row is an error instead of a counted drop.
         repeats: "drop" keeps the first of equal problems and none of those with conflicting answers (for training);
             "keep" takes every row (for evaluation sets, whose size is part of the score).
-        environment_of_source: data source -> name of its environment, of several: repeats are looked for in each.
-        with_turns: names of environments in which problems with different answers are different problems; one that is
-            alone is called "".
-        ends: only so many first and as many last rows of each file, for a quick look.
+        environment_of_source: data source -> name of its environment, if there are several: repeats are looked for in
+            each.
+        with_turns: names of environments in which problems with different answers are different problems; a single
+            environment is called "".
+        ends: only this many first and as many last rows of each file, for a quick look.
         held_out: evaluation sets by name; problems found in them are reported, not dropped.
 
     Returns:
-        Prompts without tokens, each with an id that depends on source and problem, a repeat's on its ordinal too; and
-        the report.
+        Prompts without tokens, each with an id that depends on source and problem, for a repeat also on its ordinal;
+        and the report.
 
     Raises:
         DataError: no paths, a missing, empty or torn file, a file without a usable row, or a bad row under `strict`.
@@ -182,7 +183,7 @@ def _load_file(
     answer_field: str | None,
     ends: int | None,
 ) -> tuple[list[_Rated], dict[str, list[str]], list[str]]:
-    """Usable rows; the places of bad rows by reason; the field names of the first row that has some."""
+    """Return usable rows, the places of bad rows by reason, and the field names of the first row that has some."""
     rows: list[_Rated] = []
     bad: dict[str, list[str]] = {}
     fields: list[str] = []
@@ -219,7 +220,7 @@ def prompt_of(parsed: ParsedRow, stem: str) -> Prompt:
 
 
 def unique_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the same prompts; repeats of a problem get their ordinal behind the id."""
+    """Return the same prompts; repeats of a problem get their ordinal appended to the id."""
     seen: dict[str, int] = {}
     named = []
     for prompt in prompts:

@@ -6,9 +6,9 @@ pipeline parallelism. The driver makes the split, a pure function of the lengths
 Refuses a sample that does not fit the token budget. It never drops or repeats a sample.
 
 Method: samples go to ranks longest first, each to the rank with the least cost; exchanges between the heaviest and the
-lightest rank remove what is left. Within a rank the same rule fills micro-batches; where it overruns the budget,
-best-fit packing is used; where that needs more micro-batches, all ranks get more. A rank that has fewer samples than
-others have micro-batches, which happens in short batches only, gets empty ones: they train nothing.
+lightest rank reduce the remaining imbalance. Within a rank the same rule fills micro-batches; where it overruns the
+budget, best-fit packing is used; where that needs more micro-batches, all ranks get more. A rank that has fewer samples
+than other ranks have micro-batches, which happens in short batches only, gets empty ones, which train nothing.
 
 Shape letters: N samples, D data-parallel ranks.
 """
@@ -45,18 +45,18 @@ class CostModel:
             )
 
     def of(self, lengths_C: np.ndarray) -> np.ndarray:
-        """float64 [C], the cost of each sequence."""
+        """Return the cost of each sequence, float64 [C]."""
         lengths = lengths_C.astype(np.float64)
         return self.linear * lengths + self.quadratic * lengths * lengths
 
     @classmethod
     def transformer(cls, *, num_parameters: float, num_layers: int, attention_width: int) -> CostModel:
-        """Floating-point operations of forward and backward.
+        """Count floating-point operations of forward and backward.
 
         Args:
             num_parameters: active parameters per token, without the input embedding.
             num_layers: layers with attention.
-            attention_width: heads times head dimension, the mean of that of keys and that of values.
+            attention_width: heads times head dimension, which is the mean of those of keys and of values.
 
         Returns:
             6 * parameters per token, and 6 * layers * width per token pair (causal: half of 12).
@@ -65,9 +65,9 @@ class CostModel:
 
     @classmethod
     def of_model(cls, shape: ModelShape) -> CostModel:
-        """Return the same for a model: the parameters that a token is multiplied with, so without an input embedding of
-        its own and without the experts that are not chosen for it. A layer with a window costs the same for each
-        token."""
+        """Return the same for a model, with the parameters that a token is multiplied with: those of an untied input
+        embedding and of experts that are not chosen for the token do not count. A layer with a window costs the same
+        for each token."""
         lookup = 0 if shape.tie else shape.vocab * shape.hidden
         cost = cls.transformer(
             num_parameters=shape.num_active_parameters - lookup,
@@ -82,8 +82,8 @@ LINEAR_CHUNK = 64
 
 
 def local_operations(shape: ModelShape) -> float:
-    """Return the floating-point operations, forward and backward, of a token's scores in layers with a window, and of
-    its part in the state and in the scores of its chunk in layers with linear attention."""
+    """Return the floating-point operations, forward and backward, per token: of its scores in layers with a window; and
+    in layers with linear attention of its share of the state and of the scores of its chunk."""
     windows = 12.0 * len(shape.windowed) * shape.window * shape.heads * shape.head_dim
     if shape.linear is None:
         return windows
@@ -95,7 +95,7 @@ def local_operations(shape: ModelShape) -> float:
 Schedule = tuple[tuple[tuple[int, ...], ...], ...]
 """[d][m]: the sample indices of micro-batch m of rank d, ascending; none where it is empty.
 
-Micro-batches of a rank stand small, large, small: the first and the last of a pipeline run alone.
+The micro-batches of a rank are ordered small, large, small: in a pipeline the first and the last run alone.
 """
 
 
@@ -115,9 +115,9 @@ def schedule(
         lengths_N: tokens per sample, prompt and response, each at least 1.
         data_parallel_size: number of ranks.
         token_budget: most tokens of one micro-batch, padding included, over all context-parallel ranks. A sample of
-            several contexts whose padding alone is above it has a micro-batch of its own.
-        contexts_N: tokens of each sequence that a sample consists of; None: each is one.
-        cost: what is balanced; tokens where None. The budget is in tokens always.
+            several contexts that exceeds it by padding alone has a micro-batch of its own.
+        contexts_N: tokens of each sequence that a sample consists of; None: each sample is one sequence.
+        cost: what is balanced; tokens where None. The budget is always in tokens.
         sequence_multiple: tokens; sequences are counted as `pack` pads them.
         total_multiple: tokens; micro-batches are counted as `pack` pads them.
 
@@ -148,10 +148,11 @@ def schedule(
 
 
 def interleaved_group(micro_batches: int, stages: int) -> tuple[int, int]:
-    """Return how many micro-batches Megatron's interleaved schedule is given, and in groups of what size.
+    """Return how many micro-batches Megatron's interleaved schedule is given, and the size of its groups.
 
-    It takes as many as there are stages or more, in groups that hold at least as many. The smallest group that leaves
-    no smaller rest keeps the fewest activations. Fewer micro-batches are filled up with ones that train nothing.
+    It needs at least as many micro-batches as stages, and so does each of its groups, the last one included. The
+    smallest size that achieves this keeps the fewest activations. Where there are fewer micro-batches than stages, ones
+    that train nothing are added.
 
     Args:
         micro_batches: of a step and rank, at least 1. stages: of the pipeline.
@@ -187,14 +188,14 @@ def _descending(costs: np.ndarray) -> np.ndarray:
 
 
 def _balanced_ranks(costs: np.ndarray, num_ranks: int, least: int) -> list[list[int]]:
-    """Each rank's samples: balanced cost, at least `least` samples per rank."""
+    """Return each rank's samples: balanced cost, at least `least` samples per rank."""
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     heap = [(0.0, rank) for rank in range(num_ranks)]
     owed, remaining = num_ranks * least, len(costs)
     full: list[tuple[float, int]] = []
     for sample in _descending(costs).tolist():
         if remaining == owed:
-            # Every sample left is needed by a rank that has too few: the others are out.
+            # Every sample left is needed by a rank that has too few: the other ranks get no more.
             full += [entry for entry in heap if len(ranks[entry[1]]) >= least]
             heap = [entry for entry in heap if len(ranks[entry[1]]) < least]
             heapq.heapify(heap)
@@ -207,7 +208,7 @@ def _balanced_ranks(costs: np.ndarray, num_ranks: int, least: int) -> list[list[
 
 
 def _exchange(ranks: list[list[int]], costs: np.ndarray) -> list[list[int]]:
-    """Swap one sample of the heaviest rank for one of the lightest, as long as that helps and both have some."""
+    """Swap one sample of the heaviest rank for one of the lightest, as long as that helps and the lightest has any."""
     loads = np.array([costs[rank].sum() for rank in ranks])
     for _ in range(_MAX_EXCHANGES):
         heavy, light = int(loads.argmax()), int(loads.argmin())
@@ -235,7 +236,7 @@ def _exchange(ranks: list[list[int]], costs: np.ndarray) -> list[list[int]]:
 def _micro_batches(
     samples: Sequence[int], padded: np.ndarray, costs: np.ndarray, wanted: int, budget: int
 ) -> list[list[int]]:
-    """`wanted` micro-batches within the budget, or more where best-fit packing needs more."""
+    """Return `wanted` micro-batches within the budget, or more where best-fit packing needs more."""
     chosen = np.array(samples, dtype=np.int64)
     order = chosen[_descending(costs[chosen])].tolist()
     parts = _least_loaded_first(order, padded, costs, wanted, budget)
@@ -245,7 +246,7 @@ def _micro_batches(
 def _least_loaded_first(
     order: list[int], padded: np.ndarray, costs: np.ndarray, wanted: int, budget: int
 ) -> list[list[int]] | None:
-    """Balanced micro-batches; None where a sample finds no room. Empty ones are filled first."""
+    """Return balanced micro-batches; None where a sample finds no room. Empty ones are filled first."""
     parts: list[list[int]] = [[] for _ in range(wanted)]
     tokens = [0] * wanted
     heap = [(0.0, part) for part in range(wanted)]
@@ -266,7 +267,7 @@ def _least_loaded_first(
 
 
 def _best_fit(order: list[int], padded: np.ndarray, wanted: int, budget: int) -> list[list[int]]:
-    """Best-fit decreasing; then the largest micro-batches are halved until there are `wanted`."""
+    """Pack by best-fit decreasing, then halve the largest micro-batches until there are `wanted`."""
     parts: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for sample in sorted(order, key=lambda i: (-int(padded[i]), i)):
@@ -288,7 +289,7 @@ def _best_fit(order: list[int], padded: np.ndarray, wanted: int, budget: int) ->
 
 
 def _in_pipeline_order(parts: Sequence[Sequence[int]], costs: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Small micro-batches at both ends; samples ascending within each."""
+    """Return the micro-batches with the small ones at both ends; samples are ascending within each."""
     tidy = [tuple(sorted(part)) for part in parts]
     tidy.sort(key=lambda part: (float(costs[list(part)].sum()), part))
     return tuple(tidy[0::2] + tidy[1::2][::-1])

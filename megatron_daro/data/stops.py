@@ -2,9 +2,9 @@
 
 Tokenizer and rollout.stop -> `Stops` -> SamplingParams -> engine. An answer ends with the first token after which its
 text holds a stop text. Its tokens stay whole, since the model sampled them and is trained on them, and they are never
-encoded again; its text is cut behind the stop text. Engines look at the last tokens while they generate; what counts
-is `until_end`, which every engine applies to the whole answer, so that all of them end at the same token however a
-stop text was spelled in tokens.
+encoded again; its text is cut after the stop text. Engines look at the last tokens while they generate; what counts is
+`until_end`, which every engine applies to the whole answer, so that all of them end at the same token however a stop
+text was spelled in tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """token_ids: ascending, at least one. texts: in no token's place; often none. repetition: as in SamplingParams."""
+    """token_ids: ascending, at least one. texts: that end an answer; often none. repetition: as in SamplingParams."""
 
     token_ids: tuple[int, ...]
     texts: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ def read_stops(
     extra_ids: Sequence[int] = (),
     model_path: str | Path | None = None,
 ) -> Stops:
-    """Return what ends an answer: the tokenizer's end token, those of the model's own files, and what is asked.
+    """Return what ends an answer: the tokenizer's end token, those that the model's files name, and what is asked for.
 
     A special token ends an answer by its id; it has no text. Any other string ends it as text.
 
@@ -93,8 +93,8 @@ def read_stops(
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the tokens that have no text in a response, text -> id: special ones, but those that make up tags of
-    thinking, by which verifiers know it."""
+    """Return text -> id of the tokens that are left out of a response's text: special ones, except those that make up
+    tags of thinking, by which verifiers recognise it."""
     added = {str(token): int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
     special = added | {str(token): int(i) for token, i in named}
@@ -103,10 +103,11 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def until_end(rollout: Rollout, request: GroupRequest, decode: Decode) -> Rollout:
-    """Return an answer up to its first stop text, or to where it repeats itself; "segment" at its limit in the request.
+    """Return an answer up to its first stop text, or to where it repeats itself. One at its limit in the request has
+    the finish reason "segment".
 
     Args:
-        rollout: as the engine generated it, its text that of all of its tokens. decode: tokens -> text.
+        rollout: as the engine generated it, with the text of all of its tokens. decode: tokens -> text.
     """
     sampling = request.sampling
     rollout = until_repeated(until_stop(rollout, sampling.stop, decode), sampling.repetition, decode)
@@ -115,15 +116,15 @@ def until_end(rollout: Rollout, request: GroupRequest, decode: Decode) -> Rollou
 
 
 def tokens_until_stop(tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> tuple[int, str] | None:
-    """Return how many tokens an answer has up to the first stop text, and its text up to and with it.
+    """Return how many tokens an answer has up to the first stop text, and its text up to and including it.
 
-    The number is that of the shortest beginning whose text holds a stop text.
+    That many tokens are the shortest beginning whose text holds a stop text.
 
     Args:
         tokens: of the answer. stop: texts. decode: tokens -> text.
 
     Returns:
-        None where no stop text stands in it.
+        The number and the text; None where the answer holds no stop text.
     """
     if not any(one in decode(tokens) for one in stop):
         return None
@@ -139,10 +140,10 @@ def tokens_until_stop(tokens: Sequence[int], stop: Sequence[str], decode: Decode
 
 
 def until_stop(rollout: Rollout, stop: Sequence[str], decode: Decode) -> Rollout:
-    """Return an answer up to its first stop text; as it is where none stands in it.
+    """Return an answer up to its first stop text; unchanged where it holds none.
 
     Args:
-        rollout: as the engine generated it, its text that of all of its tokens. stop: texts that end it.
+        rollout: as the engine generated it, with the text of all of its tokens. stop: texts that end it.
         decode: tokens -> text.
     """
     if not any(one in rollout.text for one in stop):
@@ -152,7 +153,8 @@ def until_stop(rollout: Rollout, stop: Sequence[str], decode: Decode) -> Rollout
 
 
 def repeated_at(tokens_T: np.ndarray, span: int, period: int) -> int | None:
-    """Return how many tokens an answer has where its last `span` tokens first repeat one block, over and over.
+    """Return the length of the shortest beginning of an answer whose last `span` tokens are one block over and over;
+    None if there is none.
 
     Args:
         tokens_T: of the answer, integers. span: tokens. period: most tokens of the block, at most span / 2.
@@ -170,10 +172,10 @@ def repeated_at(tokens_T: np.ndarray, span: int, period: int) -> int | None:
 
 
 def until_repeated(rollout: Rollout, repetition: tuple[int, int] | None, decode: Decode) -> Rollout:
-    """Return an answer up to the first token at which its last so many tokens repeat a block; else as it is.
+    """Return an answer up to the token at which it first repeats itself; unchanged where it does not.
 
     Args:
-        rollout: whole, as far as it came. repetition: tokens and period (see `repeated_at`); None: not looked for.
+        rollout: all that was generated. repetition: tokens and period (see `repeated_at`); None: not looked for.
         decode: tokens -> text.
     """
     response_R = rollout.tokens[rollout.prompt_length :]
@@ -184,13 +186,13 @@ def until_repeated(rollout: Rollout, repetition: tuple[int, int] | None, decode:
 
 
 def window_of(stop: Sequence[str]) -> int:
-    """Return how many last tokens must be looked at to see a stop text end: each token has a byte or more, and the
-    first of them may decode differently than in its place (a space, half a character)."""
+    """Return how many of the last tokens must be decoded to see whether a stop text has ended: each token has at least
+    one byte, and the first of them may decode differently than in its context (a space, half a character)."""
     return 1 + max(len(one.encode()) for one in stop)
 
 
 def _end_tokens(file: Path) -> set[int]:
-    """Return the end tokens that a file of the model names; none where it is not there."""
+    """Return the end tokens that a file of the model names; none if there is no such file."""
     if not file.is_file():
         return set()
     eos_ids = read_json(file).get("eos_token_id")

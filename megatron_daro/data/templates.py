@@ -1,4 +1,5 @@
-"""Named templates: the exact texts that papers train and evaluate with, what ends an answer, and where it stands.
+"""Named templates: the exact texts that papers train and evaluate with, what ends a response, and where the answer is
+in it.
 
 data.prompt_template and data.eval.*.template name them; docs/evaluate.md shows their texts with sources, and a test
 compares them. Rejects a template whose special tokens the tokenizer does not have.
@@ -24,9 +25,9 @@ _BOXED = r"Please reason step by step, and put your final answer within \boxed{}
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One way to ask. form: plain, or within the tokenizer's chat template. text: with {prompt} in it. special: tokens
-    that the tokenizer must know as one. stop: texts that end an answer, kept in it. tagged: the answer stands between
-    <answer> and </answer>."""
+    """One way to ask. form: plain, or within the tokenizer's chat template. text: with {prompt} in it. special: texts
+    that must each be one token of the tokenizer. stop: texts that end an answer, and are part of it. tagged: the answer
+    stands between <answer> and </answer>."""
 
     form: Literal["chat", "plain"]
     text: str
@@ -35,7 +36,7 @@ class Template:
     tagged: bool = False
 
     def tagged_answer(self, text: str) -> str:
-        """Return the text behind the last <answer>, in a box where it holds none; nothing where the form is not kept:
+        """Return the text after the last <answer>, in a box unless it holds one; empty if the response lacks the form
         `</think> <answer>`, later `</answer>`.
 
         Source: `answer_tag_reward_fn` of understand_r1_zero/math_grader.py, Dr. GRPO's authors' code.
@@ -70,13 +71,13 @@ TEMPLATES: dict[str, Template] = {
     # the problem alone, as in Dr. GRPO (arXiv 2503.20783, template 3)
     "none": Template("plain", "{prompt}"),
 }
-"""The choices of data.eval.*.template beside "data", and but chat those of data.prompt_template beside chat and plain:
-there chat is the tokenizer's template around data.template."""
+"""The choices of data.eval.*.template besides "data"; and, except chat, those of data.prompt_template besides chat and
+plain. For data.prompt_template, chat means the tokenizer's template around data.template."""
 
 
 def verified_text(text: str, template: Template | None, *, opens_thinking: bool) -> str:
-    """Return what a verifier reads of a response: of a template with tags what they hold, else all of it, together
-    with the <think> that its prompt ended with. opens_thinking: whether it did."""
+    """Return what a verifier reads of a response: with a tagged template what the tags hold, else all of it, after the
+    <think> that its prompt ended with. opens_thinking: whether the prompt ended with one."""
     if template and template.tagged:
         return template.tagged_answer(text)
     return f"{THINK}{text}" if opens_thinking else text
@@ -91,7 +92,7 @@ def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a template that this tokenizer cannot write.
 
     Raises:
-        ModelError: a chat template is needed and not there, or a special token is none of the tokenizer.
+        ModelError: a chat template is needed but missing, or a special text is not one token of the tokenizer.
     """
     template = TEMPLATES[name]
     if template.form == "chat" and not tokenizer.chat_template:

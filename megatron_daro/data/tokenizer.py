@@ -2,11 +2,11 @@
 
 Model directory -> tokenizer -> prompts to ids, the engine's ids to text. Refuses directories without tokenizer files,
 torn files, tokenizers without a stop token, and, where the chat template is asked for, those without one. Reads local
-files only; code that lies beside a model runs only where it was asked for.
+files only; code in the directory runs only if that was asked for.
 
 Prompts that are too long, empty or unfit for the template are dropped and reported; a prompt is never cut. A chat
-template is tried with a marker in the problem's place, for each order of roles: one that leaves the problem out, or
-cuts it, is unfit. Rejects a template without exactly one {prompt}, and a set of which nothing is left.
+template is tried with a marker in the problem's place, for each order of roles: one that leaves the marker out, or cuts
+it, is unfit. Rejects a template without exactly one {prompt}, and a set of which nothing is left.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _DATED = """\
 {%%- endif -%%}{%%- endfor -%%}
 {%%- endmacro %%}
 """
-"""strftime of one day. A macro before the template, since transformers hands no function to a template."""
+"""strftime of one day, as a macro before the template, since transformers takes no function for a template."""
 _JSON = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-"""What transformers reads besides, and of which it does not say where it is torn."""
+"""Files that transformers reads too; its errors do not say which one is torn."""
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -61,7 +61,7 @@ def load_tokenizer(
         path: directory of the model, or of the tokenizer alone.
         trust_remote_code: runs Python files found in that directory.
         chat_template: whether a chat template is needed.
-        date: what a chat template takes for today (`strftime_now`, as Llama 3.2's does); None: each day's own.
+        date: what a chat template takes for today (`strftime_now`, as Llama 3.2's does); None: the actual day.
         option: what gave the path, for messages.
 
     Returns:
@@ -112,7 +112,7 @@ def load_tokenizer(
 
 
 def _dated(template: str, date: datetime.date) -> str:
-    """Return a chat template whose `strftime_now` is that of a day."""
+    """Return a chat template whose `strftime_now` always gives this day."""
     if _TODAY not in template:
         return template
     codes = [flag + letter for flag in ("", *"-_0^#EO") for letter in string.ascii_letters]
@@ -131,14 +131,15 @@ The problem begins. This is "part" %d of it, after a first thought;
 
 \tit is <think>a second one</think> & {x_%d}: 1/2 or 3? It ends"""
 _MARKER = "\n".join(_PART % (number, number) for number in range(100))
-"""In a problem's place: of all that a template may cut a text at, and longer than what is cut off at a length."""
+"""Takes a problem's place: it has everything at which a template may cut a text, and is longer than what is left by one
+that cuts at a length."""
 _CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizeReport:
-    """kept + the prompts in `dropped` = the prompts given. dropped: reason -> prompt ids. longest: tokens.
-    largest_id: of a token. opens_thinking: whether prompts end with a <think> that the model closes."""
+    """kept + the prompts in `dropped` = the prompts given. dropped: reason -> prompt ids. longest: tokens. largest_id:
+    largest token id. opens_thinking: whether prompts end with a <think> that the model closes."""
 
     kept: int
     longest: int
@@ -252,7 +253,7 @@ class _Writer:
     def _rendered(self, messages: list[dict[str, Any]]) -> str:
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # The border of the model's template, a program; what it raises costs its prompts.
+        except Exception as error:  # The model's template is a program: whatever it raises costs this prompt only.
             raise _UnfitPromptError(f"the chat template refuses it ({error})") from error
 
 

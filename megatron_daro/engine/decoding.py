@@ -1,15 +1,15 @@
 """The state of one batch while transformers' `generate` decodes it: choosing tokens, recording them, stopping.
 
-A stop text may end in any token, so the last tokens of a row that has one are decoded after each step.
+A stop text may end within any token, so for a row with stop texts the last tokens are decoded after each step.
 
-`Decoding` stands behind a LogitsProcessor, which leaves `generate` only the chosen token to pick, so no scores are
-kept, and a StoppingCriteria. Once a quarter of at least 16 rows have finished, the criterion ends the call, and the
-caller drops their caches and calls again with the rest. An `AbortSignal` from the event loop is looked at between two
+`Decoding` is driven by a LogitsProcessor, which leaves `generate` only the chosen token to pick (so no scores need to
+be kept), and by a StoppingCriteria. Once a quarter of at least 16 rows have finished, the criterion ends the call, and
+the caller drops their caches and calls again with the rest. An `AbortSignal` from the event loop is checked between two
 steps.
 
-Every row draws its own uniform numbers from a counter-based generator keyed by (seed, group, draw, index), one per
-step, and inverts its cumulative distribution with them, so its tokens do not depend on its neighbours. There is no
-top-k and there are no penalties: the training loss could not account for them.
+Every row draws one uniform number per step from a counter-based generator keyed by (seed, group, draw, index), and
+inverts its cumulative distribution with it, so its tokens do not depend on its neighbours. There is no top-k and there
+are no penalties: the training loss could not account for them.
 
 Shape letters: N rows of the whole batch, B rows in the call, V vocabulary, M most new tokens, P distinct stop sets.
 """
@@ -32,7 +32,7 @@ from megatron_daro.types import FinishReason, GroupRequest
 
 
 class AbortSignal:
-    """Which groups of one submission are to stop. Aborting cannot be taken back."""
+    """Which groups of one `generate` call are to stop. An abort cannot be undone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,10 +45,10 @@ class AbortSignal:
         with self._lock:
             self._all = self._all or group_ids is None
             self._groups |= frozenset(group_ids or ())
-            self.changes += 1  # last: who sees the count sees the groups
+            self.changes += 1  # last, so that a reader who sees the new count sees the groups too
 
     def hits(self, group_id: int) -> bool:
-        """Whether that group is to stop."""
+        """Whether this group is to stop."""
         return self._all or group_id in self._groups
 
 
@@ -56,13 +56,13 @@ def row_uniforms(seed: int, group_id: int, draw: int, index: int, count: int) ->
     """Return the uniform numbers of one rollout.
 
     Args:
-        seed, group_id, draw, index: any integers of 64 bits; together they name the answer.
+        seed, group_id, draw, index: any integers of 64 bits; together they identify the answer.
         count: how many numbers, one per token.
 
     Returns:
         float32 [count] in [0, 1), multiples of 2**-24; a longer call begins with the same numbers.
     """
-    # Fixed-width words: numpy would write small integers shorter, and two different keys could then look alike.
+    # Words of fixed width: numpy would encode small integers in fewer words, and two different keys could coincide.
     words = np.array([part & (2**64 - 1) for part in (seed, group_id, draw, index)], dtype=np.uint64)
     entropy = [int(word) for word in words.view(np.uint32)]
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
@@ -72,7 +72,7 @@ def row_uniforms(seed: int, group_id: int, draw: int, index: int, count: int) ->
 def choose_tokens(
     logits_BV: Tensor, uniforms_B: Tensor, temperatures_B: Tensor, top_p_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token per row.
+    """Choose one token per row.
 
     Args:
         logits_BV: float32.
@@ -85,7 +85,7 @@ def choose_tokens(
         and top-p not applied. At temperature 0 the log-prob is that of temperature 1.
 
     Raises:
-        EngineError: a row whose logits give no distribution.
+        EngineError: the logits of a row give no distribution.
     """
     greedy_B = temperatures_B == 0
     scale_B = torch.where(greedy_B, 1.0, temperatures_B)
@@ -103,14 +103,14 @@ def choose_tokens(
 
 
 def keep_nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:
-    """Zero outside the nucleus: the fewest most likely tokens whose probabilities sum to at least top_p.
+    """Set probabilities to 0 outside the nucleus: the fewest most likely tokens that together have at least top_p.
 
     Args:
         probs_BV: float32, rows sum to 1.
         top_p_B: float32 in (0, 1].
 
     Returns:
-        [B, V], not renormalised; at least one token per row stays. Equal probabilities are ranked by token id.
+        [B, V], not renormalised; each row keeps at least one token. Equal probabilities are ranked by token id.
     """
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
@@ -120,7 +120,7 @@ def keep_nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:
 
 
 def _invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Return the first token whose cumulative weight exceeds the row's share of the total; never one of weight 0."""
+    """Return the first token whose cumulative weight exceeds u times the row's total; never one of weight 0."""
     cumulative_BV = weights_BV.cumsum(dim=-1)
     total_B = cumulative_BV[:, -1]
     # u * total can round up to total, which no cumulative weight exceeds.
@@ -128,11 +128,12 @@ def _invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_BV, target_B[:, None], right=True).squeeze(1)
 
 
-# Measured with 256 and 512 rows of a 0.5 M parameter model: 0.7 to 0.9 are alike, 1.5 times as fast as never dropping.
+# Measured with 256 and 512 rows of a 0.5 M parameter model: 0.7 to 0.9 make no difference, and are 1.5 times as fast as
+# never dropping rows.
 _COMPACT_BELOW = 0.75
 _COMPACT_AT_LEAST_ROWS = 16
 _LOOK_FOR_REPETITION = 32
-"""Steps between two looks; an answer is cut where it began to repeat itself, however late that is seen."""
+"""Steps between two checks. An answer is cut where it began to repeat itself, however late that is noticed."""
 _RUNNING, _STOP, _LENGTH, _ABORT = range(4)
 _REASONS: dict[int, FinishReason] = {_STOP: "stop", _LENGTH: "length", _ABORT: "abort"}
 
@@ -146,13 +147,13 @@ class Row:
 
     @property
     def given(self) -> tuple[int, ...]:
-        """The tokens that it goes on from: the prompt, and what is there of the answer."""
+        """The tokens that it continues from: the prompt, and the partial answer if there is one."""
         earlier = self.request.partial.get(self.index)
         return self.request.prompt.tokens if earlier is None else tuple(earlier.tokens.tolist())
 
     @property
     def room(self) -> int:
-        """How many tokens it may get."""
+        """How many new tokens it may get."""
         return self.request.room(self.index)
 
 
@@ -163,8 +164,8 @@ class Decoding:
         rows: the batch.
         seed: of the engine.
         vocab: size of the model's vocabulary.
-        abort: looked at after every step.
-        report: called with the position of each row, once, in the step in which it finished.
+        abort: checked after every step.
+        report: called with the position of each row, once, after the step in which it finished.
         decode: token ids -> text, for rows with stop texts.
     """
 
@@ -204,24 +205,24 @@ class Decoding:
 
     @property
     def steps_left(self) -> int:
-        """Most tokens that a running row may still get."""
+        """The most tokens that any running row may still get."""
         running_N = self._finish_N == _RUNNING
         return int(self._limits_N[running_N].max()) - self._step if bool(running_N.any()) else 0
 
     def compact(self) -> Tensor:
-        """Forget the finished rows; return the positions, in the call that ended, of those that go on (int64 [B])."""
+        """Drop the finished rows; return the positions, in the call that ended, of the running ones (int64 [B])."""
         keep_B = torch.nonzero(self._finish_N[self._present_B] == _RUNNING).flatten()
         self._present_B = self._present_B[keep_B]
         return keep_B
 
     def result(self, n: int) -> tuple[np.ndarray, np.ndarray, FinishReason]:
-        """Of row n: response tokens int32 [R], log-probs float32 [R], and why it ended."""
+        """Return row n's response tokens int32 [R], log-probs float32 [R], and why it ended."""
         length = int(self._lengths_N[n])
         tokens, logprobs = self._tokens_NM[n, :length].numpy(), self._logprobs_NM[n, :length].numpy()
         return tokens.copy(), logprobs.copy(), _REASONS[int(self._finish_N[n])]
 
     def choose(self, logits_BV: Tensor) -> Tensor:
-        """Choose and record one token for every row present; returns them, int64 [B]."""
+        """Choose one token for every row present, and record those of running rows. Returns them, int64 [B]."""
         present_B, step = self._present_B, self._step
         tokens_B, logprobs_B = choose_tokens(
             logits_BV, self._uniforms_NM[present_B, step], self._temperatures_N[present_B], self._top_p_N[present_B]
@@ -240,7 +241,7 @@ class Decoding:
         return tokens_B
 
     def _at_stop_text(self, rows_B: Tensor, length: int) -> Tensor:
-        """Whether the last of `length` tokens of each row completes a stop text of its request: bool [B]."""
+        """Return whether the last of each row's `length` tokens completes a stop text of its request: bool [B]."""
         if not self._windows:
             return torch.zeros(len(rows_B), dtype=torch.bool)
         assert self._decode is not None, "the generator refuses stop texts without it"
@@ -252,7 +253,7 @@ class Decoding:
         return torch.tensor(matches, dtype=torch.bool)
 
     def _repeats(self, rows_B: Tensor, length: int) -> Tensor:
-        """Whether each row began to repeat itself since the last look: bool [B]. Whoever takes it cuts it there."""
+        """Return whether each row has begun to repeat itself since the last check: bool [B]. `until_end` cuts it."""
         repeating = []
         for n in rows_B.tolist():
             span, period = self._repeating.get(n, (length + 1, 1))
@@ -261,14 +262,14 @@ class Decoding:
         return torch.tensor(repeating, dtype=torch.bool)
 
     def should_end(self, rows: int) -> bool:
-        """Whether a call over `rows` rows is to end now: all finished, or enough of them to drop; aborts included."""
+        """Settle; return whether a call over `rows` rows is to end now: all have finished, or enough to drop them."""
         self.settle()
         running = int((self._finish_N[self._present_B] == _RUNNING).sum())
         few = running <= _COMPACT_BELOW * rows and rows >= _COMPACT_AT_LEAST_ROWS
         return running == 0 or few
 
     def settle(self) -> None:
-        """End aborted rows and report every row that finished since the last time."""
+        """End aborted rows, and report every row that has finished and was not reported."""
         self._look_for_abort()
         new_N = (self._finish_N != _RUNNING) & ~self._reported_N
         self._reported_N |= new_N
@@ -285,25 +286,25 @@ class Decoding:
 
 
 class TokenChooser(LogitsProcessor):
-    """Leaves `generate` one token per row to pick: the one that the decoding chose."""
+    """Leaves `generate` one token per row to pick: the one that `Decoding` chose."""
 
     def __init__(self, decoding: Decoding) -> None:
         self._decoding = decoding
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[B, V] logits -> [B, V] with 0 at the chosen token and -inf elsewhere; writes into its argument."""
+        """Return [B, V] with 0 at the chosen tokens and -inf elsewhere, written into the logits `scores` [B, V]."""
         tokens_B = self._decoding.choose(scores)
         return scores.fill_(-torch.inf).scatter_(1, tokens_B[:, None], 0.0)
 
 
 class EndOfCall(StoppingCriteria):
-    """Ends a `generate` call when it is time to drop finished rows, or nothing is left to do."""
+    """Ends a `generate` call when it is time to drop finished rows, or all have finished."""
 
     def __init__(self, decoding: Decoding) -> None:
         self._decoding = decoding
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        """Bool [B], all equal."""
+        """Return bool [B], all equal."""
         rows = len(input_ids)
         return torch.full((rows,), self._decoding.should_end(rows), dtype=torch.bool)
 
@@ -317,7 +318,7 @@ def _uniforms(rows: Sequence[Row], seed: int, most: int) -> np.ndarray:
 
 
 def _stop_table(sampling: Sequence[Any], vocab: int) -> tuple[Tensor, Tensor]:
-    """Which tokens stop (bool [P, V]), and which of these lines each row uses (int64 [N])."""
+    """Return which tokens stop (bool [P, V]), and which line p of this table each row uses (int64 [N])."""
     sets = {stops: p for p, stops in enumerate(dict.fromkeys(s.stop_token_ids for s in sampling))}
     table_PV = torch.zeros(len(sets), vocab, dtype=torch.bool)
     for stops, p in sets.items():

@@ -27,7 +27,7 @@ _Item = tuple[Rollout, ...] | Exception | None
 
 
 class EmbeddedEngine:
-    """Rollouts from a model in this process. Arguments as EmbeddedGenerator's; nothing is loaded before `start`."""
+    """Rollouts from a model in this process. Takes EmbeddedGenerator's arguments; loads nothing before `start`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class EmbeddedEngine:
         self._stage: WeightStage | None = None
 
     async def start(self) -> None:
-        """Load the model. Raises ModelError if the checkpoint cannot be loaded, EngineError if started already."""
+        """Load the model. Raises ModelError if the checkpoint cannot be loaded, EngineError if already started."""
         if self._worker is not None:
             raise EngineError("the embedded engine was started already.")
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="embedded-engine")
@@ -65,7 +65,7 @@ class EmbeddedEngine:
         Generation goes on while the consumer works on what was yielded. Closing the iterator stops it.
 
         Raises:
-            EngineError: a request that cannot be generated (before anything is), or a failure of the model.
+            EngineError: a request cannot be generated (raised before any generation), or the model failed.
         """
         batches = self._started().plan(requests)
         signal, finished = AbortSignal(), asyncio.Queue[_Item]()
@@ -82,17 +82,18 @@ class EmbeddedEngine:
             await asyncio.gather(producer, return_exceptions=True)
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
-        """End the given groups (None: all) of the running `generate` calls; they yield what they have, as "abort"."""
+        """End the given groups (None: all) of the running `generate` calls; these yield the tokens so far, with finish
+        reason "abort"."""
         for signal in list(self._live):
             signal.abort(group_ids)
 
     def open_update(self) -> None:
-        """Begin an update; one that was open is forgotten, with what it got."""
+        """Begin an update. One that is still open is dropped, with the weights it has received."""
         self._stage = self._started().stage_weights()
 
     async def receive(self, bucket: WeightBucket) -> None:
-        """One bucket of the open update. Raises EngineError: none is open, or a tensor is unknown, came before, or has
-        another shape; SyncError: the bucket is torn."""
+        """Take one bucket into the open update. Raises EngineError: no update is open, or a tensor is unknown, came
+        before, or has another shape; SyncError: the bucket is torn."""
         await asyncio.to_thread(self._open_stage().add, bucket)
 
     async def commit_update(self, version: int) -> None:
@@ -115,7 +116,7 @@ class EmbeddedEngine:
         return self._stage
 
     async def close(self) -> None:
-        """Abort everything, wait for the step that is running, and let go of the model. May be called twice."""
+        """Abort everything, wait for the work that is running, and drop the model. May be called twice."""
         await self.abort()
         worker, self._worker = self._worker, None
         if worker is not None:
@@ -129,7 +130,7 @@ class EmbeddedEngine:
         signal: AbortSignal,
         finished: asyncio.Queue[_Item],
     ) -> None:
-        """Run the batches one after the other; put every complete request into the queue, then None or the error."""
+        """Run the batches one after the other; put every complete request into the queue, then None or an error."""
         generator = self._started()
         loop = asyncio.get_running_loop()
         waiting: dict[int, dict[int, Rollout]] = {id(request): {} for request in requests}

@@ -1,7 +1,7 @@
 """Rollouts from transformers' own `generate`: one batch of rows at a time.
 
-Greedy search, sampling and nucleus only (decoding.py chooses the tokens). Never loads remote code or pickles, and never
-goes to the network.
+Greedy, temperature and nucleus sampling only (decoding.py chooses the tokens). Never loads remote code or pickles, and
+never uses the network.
 
 Shape letters: N rows of a batch, Q distinct prompts of a batch, S longest prompt of a batch, B rows of one call.
 """
@@ -36,7 +36,7 @@ class EmbeddedGenerator:
 
     Args:
         path: a Hugging Face checkpoint directory (config.json and safetensors).
-        seed: with (group id, draw, index) it decides every rollout's randomness.
+        seed: together with (group id, draw, index) it determines a rollout's random numbers.
         batch_size: rows decoded together.
         dtype: of weights and computation; log-probs are float32 either way.
         threads: intra-op threads of torch in the calling thread; None leaves them as they are.
@@ -69,11 +69,11 @@ class EmbeddedGenerator:
         self.max_positions = self.model.config.max_position_embeddings
 
     def plan(self, requests: Sequence[GroupRequest]) -> list[list[Row]]:
-        """Return the batches of a list of requests: rows by the length of what each goes on from, then in the order
-        asked, `batch_size` together.
+        """Return batches of `batch_size` rows for these requests. Rows are sorted by the number of tokens that each
+        continues from, and keep the requested order where it is equal.
 
         Raises:
-            EngineError: a request that cannot be generated: empty prompt, unknown token, too long, bad sampling values.
+            EngineError: a request cannot be generated: empty prompt, unknown token, too long, bad sampling values.
         """
         for request in requests:
             self._check(request)
@@ -97,11 +97,11 @@ class EmbeddedGenerator:
 
         Args:
             rows: decoded together, in this order.
-            abort: its groups end at once with what they have, which may be no token, finish reason "abort".
+            abort: its groups end at the next step with the tokens they have, maybe none, finish reason "abort".
             deliver: called with every rollout as soon as it is complete, while the others go on.
 
         Returns:
-            One rollout per row, new tokens with the version of these weights.
+            One rollout per row, whose new tokens carry the present weight version.
 
         Raises:
             EngineError: torch failed (for example out of memory), or the logits are NaN.
@@ -159,7 +159,7 @@ class EmbeddedGenerator:
             cache.batch_select_indices(keep_B)
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor, Any]:
-        """Run each distinct prompt once, all but its last token, and give every row a copy of its keys and values."""
+        """Run each distinct prompt once, except for its last token; give every row a copy of the keys and values."""
         distinct = {prompt: q for q, prompt in enumerate(dict.fromkeys(prompts))}
         ids_QS, mask_QS = _left_pad(list(distinct))
         cache = growing_cache(self.model.config)
@@ -227,7 +227,7 @@ def _no_text(tokens: Sequence[int]) -> str:
 
 
 def _left_pad(prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, int64 [Q, S], prompts at the right."""
+    """Return token ids and attention mask, int64 [Q, S], with padding on the left."""
     longest = max(map(len, prompts))
     ids_QS = torch.zeros(len(prompts), longest, dtype=torch.int64)
     mask_QS = torch.zeros_like(ids_QS)
@@ -238,7 +238,7 @@ def _left_pad(prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
 
 
 def _load(path: Path, dtype: torch.dtype) -> Any:
-    """Return the model with every tensor from the checkpoint: transformers would fill in missing ones at random."""
+    """Load the model. Raises ModelError if a tensor is missing, which transformers would initialize at random."""
     if not path.is_dir():
         raise ModelError(f"{path} is not a directory. model.path must be a local checkpoint directory.")
     try:
@@ -250,7 +250,7 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
             trust_remote_code=False,
             use_safetensors=True,
             dtype=dtype,
-            attn_implementation="eager" if read_model_shape(path).sinks else "sdpa",  # which has no sinks there
+            attn_implementation="eager" if read_model_shape(path).sinks else "sdpa",  # sdpa has no attention sinks
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
@@ -258,6 +258,6 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
     wrong = [*loaded["missing_keys"], *(str(item) for item in loaded["mismatched_keys"])]
     if wrong:
         raise ModelError(f"{path}: missing or of the wrong shape: {sorted(wrong)[:4]}. Copy the checkpoint again.")
-    # The checkpoint's generation_config may hold top_k or a repetition penalty, which would bend the distribution.
+    # The checkpoint's generation_config may hold top_k or a repetition penalty, which would change the distribution.
     model.generation_config = GenerationConfig()
     return model.eval().requires_grad_(False)

@@ -1,7 +1,7 @@
 """A key/value cache that grows in place.
 
 transformers' DynamicCache concatenates at every step, which took four fifths of the time of `generate` with 256 rows on
-a CPU. Layers with linear attention have a state of fixed size; windows are not known here.
+a CPU. Layers with linear attention have a state of fixed size; layers with a sliding window keep all positions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append along the length; return everything held."""
+        """Append along the length; return all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         length = self.get_seq_length()
@@ -53,7 +53,7 @@ class _GrowingLayer(DynamicLayer):
 
 
 def _append(storage: Tensor | None, length: int, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Write `new` behind `length` positions; return the storage (a longer one if need be) and its filled part."""
+    """Write `new` after `length` positions; return the storage (a longer one if needed) and its filled part."""
     rows, heads, added, head_dim = new.shape
     end = length + added
     if storage is None or storage.shape[2] < end:

@@ -1,7 +1,7 @@
-"""An engine of a user's own: `engine.kind: module:Class` names a class that offers what `ServerApi` says.
+"""An engine of your own: `engine.kind: module:Class` names a class with the methods of `ServerApi`.
 
-GroupRequest -> `OwnEngine` -> one `answer` for each rollout -> checked -> Rollout; weights come by disk. The class
-runs in the driver, and asks servers of its own. What it answers is checked before anything is trained on it.
+GroupRequest -> `OwnEngine` -> one `answer` for each rollout -> checked -> Rollout; weights are passed as files. The
+class runs in the driver, and asks servers of its own. Its answers are checked before anything is trained on them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 
 _FILE_BYTES = 2**30
 _ROUNDING = 1e-3
-"""By how much a log-prob may be above 0: the rounding of a kernel."""
+"""By how much rounding in a kernel may lift a log-prob above 0."""
 _MOST_RUNNING = 256
-"""Answers asked for at once."""
+"""Most answers in flight at once."""
 _METHODS = {"start": 0, "answer": 3, "load_weights": 2, "close": 0}
 _Result = TypeVar("_Result")
 
@@ -38,9 +38,9 @@ _Result = TypeVar("_Result")
 class Answer:
     """What an engine generated for one prompt.
 
-    tokens: [R] ids, R in 1..max_new_tokens, a stop token that was sampled included. What comes behind a text of
-    sampling.stop is cut off. logprobs: [R], natural log, of the distribution with the temperature applied and top-p
-    not. finish_reason: "length" without a stop token or stop text.
+    tokens: [R] ids, R in 1..max_new_tokens, including a stop token that was sampled. Tokens behind a text of
+    sampling.stop are cut off. logprobs: [R], natural log, of the distribution with the temperature applied and top-p
+    not applied. finish_reason: "length" if neither a stop token nor a stop text ended it.
     """
 
     tokens: Sequence[int]
@@ -53,30 +53,30 @@ class ServerApi(Protocol):
 
     Its constructor takes the keyword arguments model_path (a Hugging Face directory), replicas and seed, and those of
     `engine.options`; it starts nothing. All methods run on the driver's event loop and must not block it; each may be
-    cancelled. What one raises ends the run, with the name of the class. `one_batch_at_a_time = True` in the class says
-    what `one_batch_at_a_time` below asks.
+    cancelled. An exception in one ends the run, with the name of the class. The class may set
+    `one_batch_at_a_time = True`, see the function of this name below.
     """
 
     async def start(self) -> None:
-        """Start or find the servers, with the weights of model_path."""
+        """Start the servers, or find those that run, with the weights of model_path."""
         ...
 
     async def answer(self, prompt_tokens: tuple[int, ...], sampling: SamplingParams, seed: int, /) -> Answer:
-        """Generate one response. Many calls run at once. Args: seed: of this response, in 0..2^32 - 1."""
+        """Generate one response. Many calls run at once. Args: seed: for this response, in 0..2^32 - 1."""
         ...
 
     async def load_weights(self, directory: Path, version: int, /) -> None:
-        """Load a Hugging Face directory into every server; called while no answer is on its way. When it returns, each
-        answer comes from these weights, and the directory is removed."""
+        """Load a Hugging Face directory into every server; called while no answer is in flight. After it returns, every
+        answer must come from these weights, and the directory is removed."""
         ...
 
     async def close(self) -> None:
-        """End the servers that it started. May be called twice, also before `start`."""
+        """End the servers that `start` started. May be called twice, and before `start`."""
         ...
 
 
 def own_engine_class(name: str, arguments: Mapping[str, Any]) -> type[ServerApi]:
-    """Return the class that `engine.kind` names, once its signatures have been compared with `ServerApi`.
+    """Return the class that `engine.kind` names, after checking its signatures against `ServerApi`.
 
     Raises:
         ConfigError: it cannot be imported, lacks a method, or takes other arguments.
@@ -93,9 +93,9 @@ def own_engine_class(name: str, arguments: Mapping[str, Any]) -> type[ServerApi]
 
 
 def one_batch_at_a_time(config: Config) -> bool:
-    """Whether the engine works on one call at a time: the embedded one does, and one of your own that says so. It gets
-    whole rounds of groups, whole turns of conversations, and no evaluation beside a batch; so a run can repeat exactly.
-    Servers get each request as soon as it is there.
+    """Whether the engine works on one call at a time: the embedded one does, and one of your own that says so. Such an
+    engine gets whole rounds of groups, whole turns of conversations, and no evaluation beside a batch, so that a run
+    can be repeated exactly. Other engines get each request as soon as it exists.
 
     Raises:
         ConfigError: as `own_engine_class`.
@@ -108,7 +108,7 @@ def one_batch_at_a_time(config: Config) -> bool:
 
 
 class OwnEngine:
-    """The Engine and WeightInstaller of a run, by a `ServerApi`."""
+    """The Engine and WeightInstaller of a run that uses a `ServerApi`."""
 
     def __init__(
         self,
@@ -122,8 +122,8 @@ class OwnEngine:
         """Make the user's object; start nothing.
 
         Args:
-            name: module:Class. arguments: of its constructor. vocabulary: token ids are below it.
-            sync_dir: folder for files of weights. decode: token ids of a response -> text.
+            name: module:Class. arguments: of its constructor. vocabulary: number of token ids.
+            sync_dir: folder for weight files. decode: token ids of a response -> text.
 
         Raises:
             ConfigError: as `own_engine_class`, or the constructor raised.
@@ -146,7 +146,7 @@ class OwnEngine:
         await self.call("start", self._api.start())
 
     async def close(self) -> None:
-        """Stop all answers, end the user's servers and remove files of weights. May be called twice."""
+        """Stop all answers, end the user's servers and remove weight files. May be called twice."""
         await self.abort()
         try:
             await self.call("close", self._api.close())
@@ -181,29 +181,29 @@ class OwnEngine:
                 task.cancel()
 
     def begin_update(self, version: int, only: str | None = None) -> _OwnUpdate | None:
-        """Begin an update of the engine; its servers do not come back one by one."""
+        """Begin an update of the whole engine; None with `only`, since its servers do not come back one by one."""
         return None if only else _OwnUpdate(self, version, self.sync_dir / f"version_{version:06d}-{next(self._files)}")
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
-        """No server ever comes back."""
+        """Do nothing: servers do not come back one by one."""
 
     async def hold(self) -> None:
-        """Let no answer begin, and wait for those on their way: a rollout has the tokens of one version only."""
+        """Let no answer begin, and wait for those in flight, so that each has tokens of one weight version only."""
         self._gate.clear()
         await self._idle.wait()
 
     def let_go(self, fenced: str = "") -> None:
-        """Let answers begin. Args: fenced: why they must fail instead."""
+        """Let answers begin again. Args: fenced: if not empty, why they fail instead."""
         self.fenced = fenced
         self._gate.set()
 
     async def load(self, directory: Path, version: int) -> None:
-        """Have the user's servers load the files. Raises EngineError."""
+        """Have the user's servers load the weight files. Raises EngineError."""
         await self.call("load_weights", self._api.load_weights(directory, version))
         self.version = version
 
     async def call(self, method: str, result: Awaitable[_Result]) -> _Result:
-        """Return the result of a method of the user's. Raises EngineError, with its name, for whatever it raises."""
+        """Await one of the user's methods and return its result. Raises EngineError for anything that it raises."""
         try:
             return await result
         except Exception as error:
@@ -252,7 +252,7 @@ class OwnEngine:
         return until_end(rollout, request, self._decode)
 
     def _checked(self, answer: object, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-        """Return int32 [R] tokens and float32 [R] log-probs. Raises EngineError: the answer cannot be right."""
+        """Return int32 [R] tokens and float32 [R] log-probs. Raises EngineError: they break the rules of `Answer`."""
         if not isinstance(answer, Answer):
             raise self._wrong(f"a {type(answer).__name__}", "megatron_daro.engine.own.Answer")
         count, most = len(answer.tokens), sampling.max_new_tokens
@@ -285,32 +285,32 @@ class OwnEngine:
 
 
 class _OwnUpdate:
-    """One update: the policy writes files, the engine loads them, or it does not generate any more. `prepare` always
-    gives files, so nothing is blamed, and something was installed where `accept` is called. Nothing is probed:
-    `mismatch/kl` of the next step shows weights that were not loaded."""
+    """One update: the policy writes files and the engine loads them; if that fails, it generates no more. `prepare`
+    always returns files, so `blame` is never called, and `accept` only after `install`. Nothing is probed: if weights
+    were not loaded, `mismatch/kl` of the next step shows it."""
 
     def __init__(self, engine: OwnEngine, version: int, directory: Path) -> None:
         self._engine, self._version, self._directory = engine, version, directory
 
     async def prepare(self) -> WeightFiles:
-        """Wait for the answers on their way."""
+        """Wait for the answers in flight, then ask for weight files."""
         await self._engine.hold()
         remedy = "free space on the disk of trainer.run_dir"
         return WeightFiles(directory=self._directory, file_bytes=_FILE_BYTES, remedy=remedy)
 
     async def blame(self, report: SendReport) -> None:
-        """Raise SyncError: files are written, or the run ends."""
+        """Raise SyncError: if files cannot be written, the run ends."""
         raise SyncError(f"weights of version {self._version} were not written: {report.failures}")
 
     async def install(self, report: SendReport) -> None:
-        """Have the engine load the files. Raises SyncError."""
+        """Have the engine load the weight files. Raises SyncError."""
         try:
             await self._engine.load(self._directory, self._version)
         except EngineError as error:
             raise SyncError(f"weights of version {self._version} did not reach the engine: {error}") from error
 
     async def accept(self) -> Mapping[str, float]:
-        """Remove the files and generate again."""
+        """Remove the files and let answers begin again."""
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
         self._engine.let_go()
         return {}

@@ -1,7 +1,7 @@
-"""New weights of a transformers model, collected beside the old ones: everything arrives and fits, or nothing changes.
+"""New weights of a transformers model, collected beside the old ones: unless all arrive and fit, nothing changes.
 
-`checkpoint_parts` says where a checkpoint's tensor stands in transformers' model, which keeps all experts of a layer in
-one parameter. Source: transformers 5, `conversion_mapping.py`; names in the checkpoint are those of families/.
+`checkpoint_parts` says where a checkpoint's tensor belongs in transformers' model, which keeps all experts of a layer
+in one parameter. Source: transformers 5, `conversion_mapping.py`; names in the checkpoint are those of families/.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from megatron_daro.sync.buckets import WeightBucket
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """Where a tensor stands. parameter: its name. part: of that parameter; () is the whole."""
+    """Where a tensor belongs. parameter: name of the model's. part: index into that parameter; () is all of it."""
 
     parameter: str
     part: tuple[int | slice, ...] = ()
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a checkpoint of the model holds, by the model's names: parameters, of tied ones the first, and
-    buffers such as the bias of a router."""
+    """Return the tensors that a checkpoint of the model holds, by the model's names: parameters (tied ones under their
+    first name), and saved buffers such as the bias of a router."""
     saved = model.state_dict()
     return {**dict(model.named_parameters()), **{n: buffer for n, buffer in model.named_buffers() if n in saved}}
 
 
 def checkpoint_parts(model: nn.Module) -> dict[str, ParameterPart]:
-    """Return the part for every tensor of the model's checkpoint."""
+    """Return HF name -> where it belongs, for every tensor of the model's checkpoint."""
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
     parts = {name: ParameterPart(name) for name in shapes}
     family = families().get(getattr(getattr(model, "config", None), "model_type", ""))
@@ -51,7 +51,7 @@ def checkpoint_parts(model: nn.Module) -> dict[str, ParameterPart]:
 
 
 def _expert_parts(family: Family, layer: int, name: str, shape: tuple[int, ...]) -> dict[str, ParameterPart]:
-    """Return where the tensors of the experts stand in one parameter [experts, rows, columns]."""
+    """Return where the experts' tensors belong in one parameter [experts, rows, columns]."""
     role = "expert_gate_up" if name.endswith("gate_up_proj") else "expert_down"
     rows = shape[1] // len(family.tensors[role])
     return {
@@ -72,22 +72,22 @@ class WeightStage:
     """Collects the new weights of a model beside the old ones.
 
     Args:
-        model: a transformers causal language model. The tensors of its checkpoint, tied ones once, must arrive.
+        model: a transformers causal language model. All tensors of its checkpoint must arrive, tied ones once.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters: Mapping[str, Tensor] = checkpoint_tensors(model)
         self._parts = checkpoint_parts(model)
-        # named_parameters leaves out the second name of a tied tensor (lm_head.weight); a stream may bring it or not.
+        # named_parameters leaves out the second name of a tied tensor (lm_head.weight); a stream may have it or not.
         self._aliases = set(dict(model.named_parameters(remove_duplicate=False))) - set(self._parameters)
         self._staged: dict[str, Tensor] = {}
         self._came: set[str] = set()
 
     def add(self, bucket: WeightBucket) -> None:
-        """Copy a bucket's tensors, cast to the model's dtype.
+        """Copy a bucket's tensors into the stage, cast to the model's dtype.
 
         Raises:
-            EngineError: an unknown name, a name that came before, or another shape than the model's.
+            EngineError: a name is unknown or came before, or a shape differs from the model's.
             SyncError: the bucket is torn.
         """
         for name, tensor in bucket.tensors():
@@ -111,14 +111,14 @@ class WeightStage:
             self._came.add(name)
 
     def check_complete(self) -> None:
-        """Raise EngineError, naming what is missing, unless every tensor has arrived."""
+        """Raise EngineError, with the names of missing tensors, unless all have arrived."""
         missing = [name for name in self._parts if name not in self._came]
         if missing:
             shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
             raise EngineError(f"weight update: {len(missing)} of {len(self._parts)} tensors never came: {shown}.")
 
     def apply(self) -> None:
-        """Put the new weights in place of the old; not to be called while the model runs."""
+        """Replace the old weights by the new; must not be called while the model runs."""
         self.check_complete()
         with torch.no_grad():
             for name, parameter in self._parameters.items():

@@ -1,4 +1,4 @@
-"""Conversations in the place of single answers: with environments of several turns, and with agents. Who calls whom:
+"""Conversations instead of single answers: with environments of several turns, and with agents. Who calls whom:
 
     BatchFiller                     rollout/: asks this Rollouter for groups as it asks SingleTurn
       Mixed.generate                where a run has several environments: each group to that of its problem
@@ -23,10 +23,10 @@ Files, in the order to read them:
     stepping.py              environments that answer turn by turn, in worker processes
     step_worker.py           the program of such a process
 
-    agents.py                agents: coroutines and programs that speak OpenAI's API, and how they went
+    agents.py                agents: coroutines and programs that speak OpenAI's API, and their outcomes
     agent_endpoint.py        OpenAI's API over HTTP
-    agent_session.py         the chats of one rollout: which tokens a request goes on from
-    agent_worker.py          the program of a process that runs one after the other
+    agent_session.py         the chats of one rollout: which tokens a request continues
+    agent_worker.py          the program of a process that runs one agent after the other
     verifiers_worker.py      runs tasks of the package verifiers, in a worker process
 """
 

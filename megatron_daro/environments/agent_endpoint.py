@@ -1,7 +1,8 @@
 """OpenAI's API for agents: chats of many sessions, each under a key of its own, answered by the run's engine.
 
-HTTP -> checked request -> AgentSession -> Conversation -> the engine, and back. On the environments' event loop. It
-listens on loopback unless told otherwise. What would change an answer and is not served is refused by name.
+HTTP -> checked request -> AgentSession -> Conversation -> the engine, and back. It runs on the environments' event
+loop, and listens on loopback unless told otherwise. A parameter that would change an answer and is not served is
+refused by name.
 
 Source: OpenAI's reference of POST /v1/chat/completions and /v1/completions, as its Python client 3.57 has them.
 """
@@ -36,7 +37,7 @@ _IGNORED = frozenset(
         *("prompt_cache_retention", "verbosity"),
     )
 )
-"""What does not change an answer of this model."""
+"""Parameters that do not change an answer of this model."""
 _SERVED = frozenset(
     (
         *("messages", "temperature", "top_p", "max_tokens", "max_completion_tokens", "stop", "n", "seed", "stream"),
@@ -59,11 +60,11 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-"""The values at which these change nothing."""
+"""Further parameters -> the values at which they change nothing."""
 
 
 class AgentEndpoint:
-    """The server. Its sessions are named by their keys."""
+    """The server. Each session is found by its key."""
 
     def __init__(
         self,
@@ -76,9 +77,10 @@ class AgentEndpoint:
         """Listen to nothing yet.
 
         Args:
-            turns: writes chats as tokens. warn: told of what is sampled otherwise than the run samples.
-            max_turn_tokens: of an answer; None: what there is room for. host: where it listens and is reached; on
-                another than loopback every request needs a key. socket: path of one of Unix, where it listens as well.
+            turns: writes chats as tokens. warn: told if an agent asks for other sampling than the run's.
+                max_turn_tokens: most tokens of an answer; None: what there is room for. host: where it listens and is
+                reached; on any other than loopback /health needs a key too. socket: path of a Unix socket on which it
+                listens as well.
         """
         self._turns, self._warn, self._most, self._host = turns, warn, max_turn_tokens, host
         self._socket = socket
@@ -88,14 +90,14 @@ class AgentEndpoint:
         self._warned = False
 
     async def url(self) -> str:
-        """Return the base URL of the API; the first call makes it listen."""
+        """Return the base URL of the API; the first call begins to listen."""
         if self._started is None:
             self._started = asyncio.ensure_future(self._start())
         return await asyncio.shield(self._started)
 
     @contextmanager
     def session(self, conversation: Conversation) -> Iterator[str]:
-        """Serve a conversation within the block, under the key that this gives."""
+        """Serve a conversation within the block, under the key that it gives."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._sessions[key] = AgentSession(conversation, self._turns)
         try:
@@ -127,7 +129,7 @@ class AgentEndpoint:
                     f"environment.sandbox: got {self._socket}, a socket that cannot be made ({error}); fix: set TMPDIR "
                     "to a shorter path"
                 ) from error
-            Path(self._socket).chmod(0o666)  # a sandbox's user is nobody; its folder keeps others out
+            Path(self._socket).chmod(0o666)  # a sandbox's user is nobody; the socket's folder keeps others out
         named = in_address(self._host)
         return f"http://{named}:{self._runner.addresses[0][1]}/v1"
 
@@ -257,7 +259,7 @@ class AgentEndpoint:
         }
 
     def _events(self, body: Mapping[str, Any], replies: list[Reply]) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a stream: each answer in one piece, since it is there when the first is sent."""
+        """Yield the chunks of a stream: each answer in one piece, since all of it is there when the stream begins."""
         options = body.get("stream_options")
         counted = isinstance(options, dict) and bool(options.get("include_usage"))
         extra = {"usage": None} if counted else {}
@@ -343,7 +345,7 @@ def _message(given: object) -> Message:
 
 
 def _function(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as a mapping where they are one, as chat templates take it."""
+    """Return a call as chat templates take it: with its arguments parsed, if they are JSON."""
     try:
         arguments = json.loads(given["arguments"])
     except ValueError:

@@ -1,10 +1,11 @@
-"""The chats of one rollout of an agent: which tokens a request goes on from, and what is answered.
+"""The chats of one rollout of an agent: which tokens a request continues, and what it is answered.
 
 Messages of a request -> the context whose messages they continue, and the tokens that are new -> Conversation -> reply.
-A message that the model said is recognised by what it said: its text without thinking, and its calls, however their
-JSON is written. Its tokens stay what they were sampled as; only messages behind it are rendered. Where no earlier
-answer stands in the messages, or its tools were others, all of them are rendered and a new context begins. Where more
-was answered behind it since, or is on its way, the request is a branch: a context of its own with the same tokens.
+A message of the model's is recognised by its content: its text without thinking, and its calls, however their JSON is
+written. Its tokens stay as they were sampled; only the messages after it are rendered. If the messages have no earlier
+answer, or it was given with other tools, all of them are rendered and a new context begins. If that answer has been
+continued since, or is just being continued, the request is a branch: a context of its own that begins with the same
+tokens.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class RefusedRequestError(Exception):
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """messages: as chat templates take them. tools: likewise. sampling: of each answer. trained: whether it is sampled
-    as the run samples. seed: of the first answer, each other's is one more; None: their numbers are. count: answers.
-    stop: texts that end them, and are not part of their text. calls: whether they may call tools. prompt: text or token
-    ids in the place of messages.
+    as the run samples. seed: of the first answer, and one more for each further answer; None: each has the number of
+    its turn instead. count: number of answers. stop: texts that end an answer, and are not part of its text. calls:
+    whether it may call tools. prompt: text or token ids in the place of messages.
     """
 
     messages: list[Message]
@@ -55,7 +56,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """message: of the assistant. completion: what the model said. read: tokens before it."""
+    """message: of the assistant. completion: what the model said. read: number of tokens before it."""
 
     message: Message
     completion: Completion
@@ -65,8 +66,9 @@ class Reply:
 
 @dataclass(slots=True, eq=False)
 class _Chat:
-    """A context and the messages that it stands for. ends: of each answer, messages and tokens up to it. raw: of one
-    without messages, its text; empty where its prompt was token ids."""
+    """A context and the messages that it stands for. ends: for each answer, how many messages and tokens there are up
+    to and including it. raw: the text of a chat without messages; empty if its prompt was token ids. None: it has
+    messages."""
 
     context: Context
     tools: str = ""
@@ -76,7 +78,7 @@ class _Chat:
 
 
 class AgentSession:
-    """The chats of one conversation. On the environments' event loop."""
+    """The chats of one conversation. Used on the environments' event loop."""
 
     def __init__(self, conversation: Conversation, turns: Turns) -> None:
         self.conversation, self._turns = conversation, turns
@@ -124,7 +126,7 @@ class AgentSession:
         )
 
     def _place(self, request: ChatRequest) -> tuple[_Chat, list[int]]:
-        """Return the chat that goes on, and the tokens to show in it."""
+        """Return the chat that the request continues, and the tokens to show in it."""
         messages, tools = list(map(known, request.messages)), _written(request.tools)
         found: tuple[_Chat, int, int] | None = None
         for chat in self._chats:
@@ -144,7 +146,7 @@ class AgentSession:
         return _Chat(Context(), ends=chat.ends[: chat.ends.index((said, tokens)) + 1]), [*before, *new]
 
     def _is_free(self, chat: _Chat, said: int) -> bool:
-        """Whether nothing was answered behind this, and nothing is about to be."""
+        """Whether the chat has no answer after these messages, and none is under way."""
         return not chat.context.busy and chat.ends[-1][0] == said
 
     def _begun(self, request: ChatRequest) -> tuple[_Chat, list[int]]:
@@ -152,7 +154,7 @@ class AgentSession:
         return self._anew(self._turns.prompt(request.messages, request.tools))
 
     def _place_prompt(self, prompt: str | tuple[int, ...]) -> tuple[_Chat, list[int]]:
-        """Return the chat without messages that a prompt goes on from, and the tokens to show in it."""
+        """Return the chat without messages that a prompt continues, and the tokens to show in it."""
         if isinstance(prompt, str):
             self._check_length([{"content": prompt}])
         found: tuple[_Chat, list[int]] | None = None
@@ -176,7 +178,7 @@ class AgentSession:
         return _Chat(Context()), ids
 
     def _check_length(self, messages: Sequence[Message]) -> None:
-        """Spare the tokenizer texts of megabytes. Raises OutOfRoomError: none of that length can fit."""
+        """Spare the tokenizer texts of megabytes. Raises OutOfRoomError: no text of that length can fit."""
         most = self._turns.longest_token * self.conversation.room
         if sum(len(str(message["content"])) for message in messages) > most:
             raise OutOfRoomError(f"messages of more than {most} characters")
@@ -209,8 +211,8 @@ class AgentSession:
 
 
 def known(message: Mapping[str, Any]) -> object:
-    """Return what is compared of a message: of the model's its text without thinking and its calls, whatever the order
-    of their arguments; of others all of it."""
+    """Return what a message is compared by: one of the model's by its text without thinking and its calls, whatever the
+    order of their arguments; any other by all of it."""
     role, content = message["role"], message.get("content") or ""
     if role != "assistant":
         return role, content, message.get("tool_call_id"), message.get("name")

@@ -1,8 +1,8 @@
-"""The program of a worker that runs agents: one command a request, which ends with all that it started.
+"""The program of a worker that runs agents: one command per request, which ends with all that it started.
 
 CommandAgents -> (this) -> the agent -> its exit status and the last line that it printed. Limits and protocol are those
-of every worker (worker_pool/child.py), but for the address space, of which some interpreters reserve far more than they
-use.
+of every worker (worker_pool/child.py), but the address space is not bounded: some interpreters reserve far more of it
+than they use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHOWN = 600
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Run the agent. Its exit status, its last line, the file REWARD_JSON that it may have written, and the end of what
+    """Run the agent. Returns its exit status, its last line, the file REWARD_JSON if it wrote one, and the end of what
     it said on standard error."""
     with (
         tempfile.TemporaryFile() as said,
@@ -51,7 +51,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
             process.communicate(request["problem"].encode())
         finally:
-            while started := descendants(os.getpid()):  # the worker adopts what its parents leave
+            while started := descendants(os.getpid()):  # the worker adopts processes whose parents have ended
                 kill_all(started)
                 os.waitpid(-1, 0)
         lines, words = _last(said).strip().splitlines(), " ".join(_last(complained).split())
@@ -72,7 +72,7 @@ def _last(file: IO[bytes]) -> str:
 
 
 def load(settings: dict[str, Any]) -> Answer:
-    """Need nothing."""
+    """Return `answer`, which needs nothing."""
     return answer
 
 

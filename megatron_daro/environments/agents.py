@@ -1,7 +1,8 @@
-"""Agents as environments: what speaks OpenAI's API with a base URL and a key, and says at its end how it went.
+"""Agents as environments: they speak OpenAI's API with a base URL and a key, and report their outcome at the end.
 
 Prompt -> a session of the endpoint (agent_endpoint.py) -> the agent, a coroutine of the user's in the environments'
-thread or a command in a worker process (agent_worker.py) -> its outcome -> Verdict. One that fails costs its rollout.
+thread or a command in a worker process (agent_worker.py) -> its outcome -> Verdict. An agent that fails costs its
+rollout.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from megatron_daro.worker_pool.pool import WorkerPool
 from megatron_daro.worker_pool.process import Program
 
 _FOREVER_S = 1e6
-"""Of a pool: the conversation counts an agent's own time, and ends it."""
-_OUTCOME: Mapping[str, type | tuple[type, ...]] = {
+"""Limit of a pool, never reached: the conversation counts an agent's own time, and ends it."""
+_OUTCOME: Mapping[str, tuple[type, ...]] = {
     "reward": (int, float),
-    "correct": bool,
-    "rewards": Mapping,
-    "answer": str,
+    "correct": (bool,),
+    "rewards": (Mapping,),
+    "answer": (str,),
 }
-"""What an agent may say of its end; whatever else it says is not looked at."""
+"""What an agent's outcome may hold; other keys are ignored."""
 
 
 class Running(Protocol):
     """What runs agents, one for each conversation."""
 
     async def run(self, prompt: Prompt, conversation: Conversation, base_url: str, key: str) -> object:
-        """Return the outcome that the agent says, None where it says none. Raises ConversationFailedError,
+        """Return the outcome that the agent reports, None if it reports none. Raises ConversationFailedError,
         RolloutError."""
         ...
 
@@ -56,7 +57,7 @@ class AgentConversations:
     pool_restarts = 0
 
     def __init__(self, endpoint: AgentEndpoint, running: Running, correct_reward: float) -> None:
-        """Start nothing. correct_reward: from which on a reward alone says that the problem is solved."""
+        """Start nothing. correct_reward: a reward of at least this says by itself that the problem is solved."""
         self._endpoint, self._running, self._correct_reward = endpoint, running, correct_reward
 
     async def rollout(self, prompt: Prompt, conversation: Conversation) -> Verdict:
@@ -69,7 +70,7 @@ class AgentConversations:
                 raise ConversationFailedError("never asked the model", "no_call")
             return await self._verdict(conversation, outcome)
         except ConversationFailedError:
-            if conversation.out_of_room and conversation.generated:  # which it was told, and did not bear
+            if conversation.out_of_room and conversation.generated:  # it was told that there is no room, and failed
                 return conversation.verdict(False, "out_of_room")
             raise
 
@@ -105,7 +106,8 @@ def _checked(outcome: object) -> Mapping[str, Any]:
     for name in _OUTCOME.keys() & outcome.keys():
         value = outcome[name]
         if not isinstance(value, _OUTCOME[name]) or (isinstance(value, bool) and name != "correct"):
-            raise ConversationFailedError(f"said {name} {value!r:.80} at its end", "outcome")
+            kinds = " or ".join(kind.__name__ for kind in _OUTCOME[name])
+            raise ConversationFailedError(f"said {name} {value!r:.80} at its end; allowed: {kinds}", "outcome")
     numbers = [outcome.get("reward", 0.0), *outcome.get("rewards", {}).values()]
     if not all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in numbers):
         raise ConversationFailedError(
@@ -137,7 +139,8 @@ class CommandAgents:
         self._started: asyncio.Future[None] | None = None
 
     async def run(self, prompt: Prompt, conversation: Conversation, base_url: str, key: str) -> object:
-        """Run the command. Its outcome is the file REWARD_JSON, else its last line, if that is a JSON object."""
+        """Run the command. Its outcome is the file REWARD_JSON, else its last line, if that is a JSON object with a key
+        of `_OUTCOME`."""
         with conversation.standing_back():
             await self._start()
             await self._places.acquire()
@@ -183,7 +186,7 @@ class CommandAgents:
         await asyncio.to_thread(self._pool.close)
 
     async def _start(self) -> None:
-        """Start the workers, once for all that wait."""
+        """Start the workers once, for all callers."""
         if self._started is None:
             self._started = asyncio.ensure_future(asyncio.to_thread(self._pool.start))
         await asyncio.shield(self._started)
@@ -218,7 +221,7 @@ class FunctionAgents:
             raise ConversationFailedError(f"an agent: {type(error).__name__}: {error}", "crash") from error
 
     async def close(self) -> None:
-        """End nothing: what is left ends with the environments' thread."""
+        """Do nothing: what is left ends with the environments' thread."""
 
 
 def import_openai(section: EnvironmentSection) -> Any:
@@ -234,7 +237,8 @@ def import_openai(section: EnvironmentSection) -> Any:
 
 
 def check_function(section: EnvironmentSection, function: Callable[..., Any]) -> None:
-    """Raises ConfigError: it does not take a problem, a client and the options; or openai is not installed."""
+    """Check a coroutine function. Raises ConfigError: it does not take a problem, a client and the options; or openai
+    is not installed."""
     try:
         inspect.signature(function).bind(None, None, **section.options)
     except TypeError as error:

@@ -1,7 +1,7 @@
 """One sequence of tokens in the making: what the model was shown and what it said, as aligned columns.
 
 A conversation has one, or several where an agent rewrites its history or branches off (environment.py). An engine's
-answer comes in, with the tokens that were shown before it; `joined` puts all of them into one rollout.
+answer comes in, with the tokens that were shown before it; `joined` puts all contexts into one rollout.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron_daro.types import Rollout, TurnReport, joined_spans
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """base: the rollout's prompt; empty in all but the first. rollout: up to the last answer; None before one.
-    observed: what was shown since. turns: (observed, generated) tokens of each answer. reports: of each answer.
-    before: what is reported before there is one. busy: whether an answer is on its way.
+    """base: the rollout's prompt; empty in all contexts but the first. rollout: all up to the last answer; None before
+    the first. observed: tokens shown since. turns: numbers of (observed, generated) tokens of each answer. reports: of
+    each answer. before: what is reported before the first answer. busy: whether an answer is under way.
     """
 
     base: tuple[int, ...] = ()
@@ -32,13 +32,13 @@ class Context:
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32, all of them."""
+        """All token ids, int32."""
         said = self.base if self.rollout is None else self.rollout.tokens
         return np.concatenate([np.asarray(said, dtype=np.int32), np.array(self.observed, dtype=np.int32)])
 
     @property
     def length(self) -> int:
-        """Tokens behind the prompt."""
+        """Number of tokens after the prompt."""
         return (0 if self.rollout is None else self.rollout.response_length) + len(self.observed)
 
     def take(self, answer: Rollout) -> None:
@@ -59,7 +59,7 @@ class Context:
         self.before, self.observed = TurnReport(), []
 
     def add(self, more: TurnReport) -> None:
-        """Add to what is said of the last answer, or of the first where there is none yet."""
+        """Add to the report of the last answer, or of the first if there is none yet."""
         old = self.reports[-1] if self.reports else self.before
         new = TurnReport(
             old.reward + more.reward,
@@ -73,7 +73,8 @@ class Context:
             self.before = new
 
     def whole(self) -> Rollout:
-        """Return it with what was observed behind the last answer, of the same weights, since none else read that."""
+        """Return the rollout with what was observed after the last answer. This gets the last answer's weight version,
+        since no weights have read it."""
         assert self.rollout is not None
         whole, count = self.rollout, len(self.observed)
         if not count:
@@ -89,17 +90,18 @@ class Context:
 
     @property
     def whole_turns(self) -> list[tuple[int, int]]:
-        """Return `turns`, with what was observed behind the last answer."""
+        """`turns`, and what was observed after the last answer."""
         return [*self.turns, *([(len(self.observed), 0)] if self.observed else [])]
 
 
 def _padded(rollout: Rollout, before: int, after: int) -> dict[str, Any]:
-    """Return its response columns with so many observed tokens before and after them."""
+    """Return the rollout's response columns with that many observed tokens before and after them."""
     return {name: np.pad(column, (before, after)) for name, column in rollout.response_columns.items()}
 
 
 def joined(contexts: Sequence[Context]) -> Rollout:
-    """Return all of them as one rollout, in order. Experts that an engine chose are known of a single one only.
+    """Return all contexts as one rollout, in order. Experts that an engine chose are kept only if there is a single
+    one.
 
     Args:
         contexts: the conversation's first one, and those in which the model said something; at least one of these.

@@ -1,13 +1,13 @@
 """Many conversations at once: the Rollouter of an environment, with steps or of agents.
 
-GroupRequest -> one `Conversation` for each rollout -> Rollout with its verdict. They and the user's coroutines run in
-a thread of their own (thread.py), and what they ask is asked from the run's loop (turn_requests.py):
+GroupRequest -> one `Conversation` for each rollout -> Rollout with its verdict. Conversations and the user's coroutines
+run in a thread of their own (thread.py); what they ask for is requested from the run's loop (turn_requests.py):
 
-    Conversations.generate   waits for the next group of which all conversations have ended
-      _Running               one conversation in the thread: waits for its end, for a limited time of its own
-        Environment.rollout  waits for `Conversation.generate`, so for TurnRequests, so for the engine
+    Conversations.generate   waits for the next group whose conversations have all ended
+      _Running               one conversation in the thread: waits for its end, with a limit on its own time
+        Environment.rollout  waits for `Conversation.generate`, hence for TurnRequests and the engine
 
-Failed conversations are counted and come back as "abort". It refuses to wait for an environment without a limit.
+Failed conversations are counted and come back as "abort". Every wait for an environment has a limit.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 _GRACE_S = 5.0
 """Time that an environment has to end once it is cancelled."""
 _MOST_FAILURES, _FAILING_S = 64, 60.0
-"""The environment is broken, and not some of its tasks, once so many conversations failed one after the other, over so
-many seconds: a moment in which a tool's service refuses everything under way at once is no reason to end a run."""
+"""The environment is taken to be broken, and not just some of its tasks, once this many conversations in a row have
+failed over at least this many seconds: that a tool's service refuses all that is under way for a moment is no reason to
+end a run."""
 _PAUSE_S, _LONGEST_PAUSE_S = 8.0, 16.0
-"""Before a conversation is begun again while all fail: what they need may be back soon. Three tries each in three empty
-batches, after which a run ends, take longer than _FAILING_S, so that it ends with what the last conversation raised."""
+"""Pause before a conversation is begun again while all fail: what they need may be back soon. A run ends after at least
+three empty batches with three tries each. With the pauses these take longer than _FAILING_S, so that it ends with the
+error of the last conversation."""
 _RESTARTED, _FAILED, _TIMEOUTS = "environment/restarted", "environment/failed", "environment/timeouts"
 _TOOL_CALLS, _TOOL_ERRORS = "environment/tool_calls", "environment/tool_errors"
 _POOLS = "environment/pool_restarts"
 
 
 class _Call:
-    """The conversations of one `generate`. On the run's event loop.
+    """The conversations of one `generate`. Used on the run's event loop.
 
-    running: those that have begun and not ended. given_up: groups that were aborted. begins: held by the group that
-    begins its conversations.
+    running: those that have begun and not ended. given_up: groups that were aborted. begins: held by the group whose
+    turn it is to begin its conversations.
     """
 
     def __init__(self, thread: EnvironmentThread, turns: TurnRequests, requests: Sequence[GroupRequest]) -> None:
@@ -85,7 +87,7 @@ class _Running:
         self._thread.to_environment.post(self._start, environment)
 
     def _check_time(self) -> None:
-        """Cancel it where its own time is over; else look again when it may be."""
+        """Cancel the conversation if its own time is used up; else check again when it may be."""
         remaining_s = self._section.timeout_s - self._conversation.own_s
         if remaining_s > 0:
             self._timer = self._thread.run_loop.call_later(max(remaining_s, 0.05), self._check_time)
@@ -94,7 +96,7 @@ class _Running:
             self.cancel()
 
     def cancel(self) -> None:
-        """Cancel it. Where it does not end soon, `ended` is a RolloutError."""
+        """Cancel the conversation. If it does not end soon, `ended` raises a RolloutError."""
         if not self._cancelled and not self.ended.done():
             self._cancelled = True
             self._thread.to_environment.post(self._cancel)
@@ -163,8 +165,10 @@ class Conversations:
         """Start nothing.
 
         Args:
-            section: the configuration's environment section. environment: holds them. engine: generates each turn.
-            scorer: of `Conversation.verify`. reward: what `Conversation.verdict` gives. decode: token ids -> text.
+            section: the configuration's environment section. environment: holds the conversations. engine: generates
+                each turn.
+            scorer: answers `Conversation.verify`. reward: has the rewards that `Conversation.verdict` gives. decode:
+                token ids -> text.
             vocabulary: token ids are below it. together: whether the engine gets the turns of all conversations in
             one call, as fits one that works on one batch at a time. notices: told about failures.
         """
@@ -176,12 +180,12 @@ class Conversations:
         names = (_RESTARTED, _FAILED, _TIMEOUTS, _TOOL_CALLS, _TOOL_ERRORS, _POOLS)
         reasons = (f"{_FAILED}/{reason}" for reason in environment.failure_reasons)
         self._counts = dict.fromkeys((*names, *reasons), 0)
-        # Of evaluations, whose group ids are negative: apart, since a resumed run does not have them all.
+        # Evaluations, whose group ids are negative, are counted apart, since a resumed run does not repeat them all.
         self._counts_of_evaluations = dict(self._counts)
         self._failures_in_a_row, self._failing_since = 0, 0.0
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """Yield the conversations of each request once all have ended; those that were cut or failed are "abort".
+        """Yield the conversations of each request once all have ended; those that were aborted or failed are "abort".
 
         Raises:
             RolloutError: the environment returned what cannot be trained on, does not end, or failed 64 times in a
@@ -228,8 +232,8 @@ class Conversations:
         return verdicts
 
     def counters(self) -> dict[str, int]:
-        """Conversations that did not end, since the run began: all, those that failed, those that took too long; tool
-        calls of the others; and pools of nodes that were started again."""
+        """Return counts since the run began: conversations that did not finish (all, those that failed, those that took
+        too long), tool calls of the others, and pools of nodes that were started again."""
         return self._counts | {_POOLS: self._counts[_POOLS] + self._environment.pool_restarts}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
@@ -244,7 +248,7 @@ class Conversations:
         await self._environment.close()
 
     async def _group(self, call: _Call, request: GroupRequest) -> tuple[Rollout, ...]:
-        async with call.begins:  # one at a turn of the event loop, which a thousand groups at once would hold
+        async with call.begins:  # one group per turn of the event loop, which a thousand at once would block
             await asyncio.sleep(0)
         outcomes, running = [], []
         for index in request.indices:
@@ -264,8 +268,8 @@ class Conversations:
                 await asyncio.wait(waiting, timeout=_GRACE_S)
 
     def _run(self, call: _Call, conversation: Conversation, outcome: asyncio.Future[Rollout]) -> _Running:
-        """Begin a conversation, after a pause where others failed and none has succeeded since. outcome: what becomes
-        of it."""
+        """Begin a conversation, after a pause if it is a retry and none has succeeded since others failed. outcome:
+        gets what becomes of it."""
         tried, pause_s = conversation.request.attempt, 0.0
         if tried and self._failures_in_a_row:
             pause_s = backoff_s(tried - 1, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
@@ -287,7 +291,7 @@ class Conversations:
         return running
 
     def _outcome(self, conversation: Conversation, running: _Running) -> Rollout:
-        """Return the finished rollout, or what there is of one that was cut or failed."""
+        """Return the finished rollout, or what there is of one that was aborted or failed."""
         if conversation.fault is not None:
             raise conversation.fault
         counts = self._counts if conversation.group_id >= 0 else self._counts_of_evaluations
@@ -315,7 +319,7 @@ class Conversations:
         return conversation.ended("abort")
 
     def _failed(self, counts: dict[str, int], counter: str, what: str) -> None:
-        """Count; warn of the 1st, 2nd, 4th... Raises RolloutError: too many, one after the other, for too long."""
+        """Count a failure; warn of the 1st, 2nd, 4th... Raises RolloutError: too many in a row, for too long."""
         counts[counter] += 1
         now = asyncio.get_running_loop().time()
         if not self._failures_in_a_row:

@@ -1,8 +1,9 @@
-"""One conversation: what an environment, in worker processes (stepping.py) or an agent (agents.py), asks and shows.
+"""One conversation of the model with an environment, which runs in worker processes (stepping.py) or is an agent
+(agents.py).
 
 Prompt -> `Conversation`, in which the model is asked and shown tokens -> checked -> Rollout with its verdict. Tokens go
-in and out as ids, and a conversation holds all columns itself, so that they cannot be misaligned.
-conversations.py holds many at once.
+in and out as ids, and a conversation holds all columns itself, so that they cannot be misaligned. conversations.py runs
+many at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, Sam
 
 _REWARD_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)
 _LONGEST_TAG = 32
-"""Tokens of a tag that begins thinking, and of the space behind it, at most."""
+"""The most tokens of a tag that begins thinking, with the space after it."""
 _REWARD_NAMES = "letters, digits, '_', '.' and '-', at most 64, beginning with a letter or '_'"
 
 
@@ -50,8 +51,8 @@ class Completion:
 class OutOfRoomError(RolloutError):
     """What was to be added does not fit into rollout.max_response_tokens.
 
-    Where an environment lets it pass, the conversation ends as truncated, with the verdict wrong, "out_of_room"; before
-    the model has answered it is thrown away as failed.
+    If an environment does not catch it, the conversation ends as truncated and counts as wrong, "out_of_room"; if the
+    model has not answered yet, it is thrown away as failed.
     """
 
 
@@ -65,7 +66,7 @@ class ConversationFailedError(Exception):
 
 
 class Environment(Protocol):
-    """What holds conversations; one object holds all, many at once on one event loop."""
+    """Holds conversations: one object holds all of them, many at once on one event loop."""
 
     @property
     def failure_reasons(self) -> tuple[str, ...]:
@@ -85,11 +86,11 @@ class Environment(Protocol):
         """Hold one conversation and judge it.
 
         For a run that repeats exactly, what it does must depend on its arguments alone. It may be cancelled at any
-        `await`. Where it raises or takes too long, the conversation is thrown away, counted and begun again; but a
+        `await`. If it raises or takes too long, the conversation is thrown away, counted and begun again; but a
         DaroError other than OutOfRoomError ends the run.
 
         Args:
-            prompt: the problem; its tokens are the first of the conversation. conversation: nothing said yet.
+            prompt: the problem; its tokens are the first of the conversation. conversation: with nothing said yet.
 
         Returns: `correct` decides the pass rate; `reward`, any finite number, the advantage; `reason` a short word.
         """
@@ -99,7 +100,7 @@ class Environment(Protocol):
 @dataclass(frozen=True, slots=True)
 class ConversationSettings:
     """What every conversation of an environment shares. title: its name in messages. decode: ids -> text. vocabulary:
-    token ids are below it. reward_weights: reward's name -> factor; empty: each counts once.
+    token ids are below it. reward_weights: name of a reward -> factor; empty: all factors are 1.
     """
 
     title: str
@@ -110,7 +111,7 @@ class ConversationSettings:
 
 
 class Asking(Protocol):
-    """What a conversation asks; called and awaited on the environment's event loop."""
+    """What a conversation asks for; called and awaited on the environment's event loop."""
 
     def ask(self, request: GroupRequest, tokens: np.ndarray) -> Awaitable[Rollout]:
         """Return the engine's answer to a request for one rollout, finish reason "abort" where there is none.
@@ -125,11 +126,11 @@ class Asking(Protocol):
         ...
 
     def stand_back(self) -> None:
-        """Let no other conversation wait for this one, which asks nothing before `come_back`."""
+        """Keep others from waiting for this conversation, which asks for nothing before `come_back`."""
         ...
 
     def come_back(self) -> None:
-        """Let them wait for it again."""
+        """Let others wait for this conversation again."""
         ...
 
 
@@ -138,7 +139,7 @@ class Conversation:
     and `own_s` also on the run's."""
 
     def __init__(self, request: GroupRequest, index: int, call: Asking, shared: ConversationSettings) -> None:
-        """Say nothing yet. Made by `Conversations`."""
+        """Begin with the prompt alone. Made by `Conversations`."""
         self._request, self._index, self._call, self._shared = request, index, call, shared
         self._first = self._last = Context(request.prompt.tokens)
         self._contexts = [self._first]
@@ -162,7 +163,7 @@ class Conversation:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The prompt's token ids and all since."""
+        """The token ids of the first context: the prompt's and all since."""
         return tuple(self._first.tokens.tolist())
 
     @property
@@ -182,18 +183,18 @@ class Conversation:
 
     @property
     def out_of_room(self) -> bool:
-        """Whether something did not fit since the last answer, or that took all the room."""
+        """Whether something has not fit since the last answer, or the last answer took all the room."""
         return self._cut
 
     def first_context(self) -> Context:
-        """Return that which begins with the prompt's tokens."""
+        """Return the context that begins with the prompt's tokens."""
         return self._first
 
     async def generate(self, max_tokens: int | None = None) -> Completion:
         """Let the model go on from all tokens so far.
 
         Args:
-            max_tokens: of this turn, at least 1; None: what there is room for.
+            max_tokens: most tokens of this turn, at least 1; None: what there is room for.
 
         Raises:
             OutOfRoomError: there is no room for a token.
@@ -218,12 +219,14 @@ class Conversation:
         trained: bool = True,
         seed: int | None = None,
     ) -> Completion:
-        """Show the model tokens at the end of a context, and let it go on there. Several may be on their way at once.
+        """Show the model tokens at the end of a context, and let it go on there. Several calls may be under way at
+        once.
 
         Args:
-            context: the first one, or one of `Context()`, which is part of the rollout once the model has answered.
-            shown: token ids; only those of an answer that came are kept. sampling: max_new_tokens is that of the answer
-                at most. trained: whether its tokens are. seed: names its random numbers; None: its number does.
+            context: the first one, or a new `Context()`, which joins the rollout once the model has answered in it.
+            shown: token ids; they are kept only if an answer comes. sampling: max_new_tokens is the most that the
+                answer may have. trained: whether the answer is trained. seed: names its random numbers; None: the
+                number of the turn does.
 
         Raises:
             OutOfRoomError: there is no room for them and a token.
@@ -235,7 +238,7 @@ class Conversation:
                     self._cut = True
                     raise OutOfRoomError(f"no room for {len(shown)} tokens and an answer: {self._limit()}")
                 self._settled.clear()
-                with self.uncounted():  # others take all the room for now
+                with self.uncounted():  # others have reserved all the room for now
                     await self._settled.wait()
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, free))
             tokens = np.concatenate([context.tokens, np.array(shown, dtype=np.int32)])
@@ -300,7 +303,7 @@ class Conversation:
 
         Raises:
             OutOfRoomError: more than `room`; nothing was added.
-            RolloutError: they are no token ids of the model; this ends the run.
+            RolloutError: they are no token ids of the model, or the model is just answering; this ends the run.
         """
         try:
             ids = [operator.index(token) for token in tokens]
@@ -323,11 +326,11 @@ class Conversation:
 
     @property
     def response(self) -> tuple[int, ...]:
-        """All token ids behind the prompt."""
+        """All token ids of the first context after the prompt."""
         return self.tokens[len(self._request.prompt.tokens) :]
 
     def cut(self) -> None:
-        """Say that it ends for want of room: with "length", unless its last answer repeats itself."""
+        """Note that it ends for lack of room: with "length", unless its last answer repeats itself."""
         self._cut = True
 
     def report(
@@ -339,14 +342,15 @@ class Conversation:
         tool_errors: int = 0,
         seconds: float = 0.0,
     ) -> None:
-        """Say what the environment makes of the last answer; before there is one, of the first. Several calls add up.
+        """Report what the environment says of the last answer; before there is one, of the first. Several calls add up.
 
         Args:
             reward: without a name. rewards: by name, each times its factor of `environment.reward_weights`.
-            tool_calls, tool_errors: what the answer called, and how often in vain. seconds: of work elsewhere.
+            tool_calls, tool_errors: how many tools the answer called, and how many calls failed. seconds: of work in
+                another process.
 
         Raises:
-            RolloutError: a reward is no finite number, or its name is none, or has no weight; this ends the run.
+            RolloutError: a reward is no finite number, or its name is not allowed or has no weight; this ends the run.
         """
         named = dict(rewards or {})
         if reward is not None:
@@ -380,7 +384,7 @@ class Conversation:
         return self._own_s + (time.monotonic() - since if since else 0.0)
 
     async def hold(self, environment: Environment) -> Rollout:
-        """Return the rollout of the whole conversation. Raises what the environment raises; RolloutError."""
+        """Hold the whole conversation and return its rollout. Raises what the environment raises; RolloutError."""
         self._since, self._task = time.monotonic(), asyncio.current_task()
         try:
             verdict = await environment.rollout(self._request.prompt, self)
@@ -406,7 +410,7 @@ class Conversation:
         return sum(count for context in self._contexts for _, count in context.turns)
 
     def ended(self, reason: FinishReason, verdict: Verdict | None = None) -> Rollout:
-        """Return all of it as one rollout."""
+        """Return the whole conversation as one rollout."""
         if not self.generated:
             return replace(nothing_said(self._request), index=self._index)
         said = [context for context in self._contexts[1:] if context.rollout is not None]
@@ -416,14 +420,15 @@ class Conversation:
         return replace(whole, attempt=attempt, finish_reason=reason, text=text, verdict=verdict)
 
     def _count_seconds(self) -> None:
-        """Count the environment's time since the last answer as that answer's."""
+        """Add the environment's time since the last answer to the report of that answer."""
         now = self.own_s
         self._last.add(TurnReport(seconds=now - self._answered_s))
         self._answered_s = now
 
     @contextmanager
     def standing_back(self) -> Iterator[None]:
-        """Ask nothing in here: it has not begun, since others have its place. Nobody waits for it meanwhile."""
+        """Keep others from waiting for this conversation within the block, where it waits for a place and asks for
+        nothing."""
         self._call.stand_back()
         try:
             with self.uncounted():
@@ -433,7 +438,7 @@ class Conversation:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Let what is awaited here not count as time of the environment."""
+        """Do not count what is awaited within the block as time of the environment."""
         self._own_s, self._since = self.own_s, 0.0
         self._away += 1
         try:
@@ -447,7 +452,7 @@ class Conversation:
         return f"{room} of rollout.max_response_tokens={most} are left; raise it, or end the conversation before"
 
     def refuse(self, got: str, allowed: str, fix: str = "correct what it names") -> RolloutError:
-        """Return an error that ends the run, also where the environment catches it."""
+        """Return an error that ends the run, even if the environment catches it."""
         self.fault = self.fault or RolloutError(
             f"{self._shared.title}: {got} (group {self._request.group_id} rollout {self._index}); "
             f"allowed: {allowed}; fix: {fix}"
@@ -463,7 +468,7 @@ class Conversation:
             self._check_reward(name, value)
 
     def _check_reward(self, name: object, value: object) -> None:
-        """Refuse a reward that is no finite number, or whose name is none. None: it has no name."""
+        """Refuse a reward that is no finite number, or whose name is not allowed. name: None for one without a name."""
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise self.refuse(f"a reward is {value!r:.80}", "a finite number")
         if name is None:
@@ -477,7 +482,7 @@ class Conversation:
 
 
 def nothing_said(request: GroupRequest) -> Rollout:
-    """Return what an engine leaves out: an answer that an abort cut before its first token."""
+    """Return the rollout that an engine leaves out: an answer that was aborted before its first token."""
     tokens, none = np.array(request.prompt.tokens, dtype=np.int32), np.zeros(0, dtype=np.float32)
     place = request.prompt.id, request.group_id, request.attempt, request.indices[0]
     return Rollout(*place, tokens, len(tokens), none.astype(np.uint8), none, "abort", 0)

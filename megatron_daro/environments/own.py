@@ -1,4 +1,5 @@
-"""What `environment.kind` names: an agent, a taskset of verifiers or a class, and what holds its conversations.
+"""What `environment.kind` names: an agent, a taskset of verifiers or a class, and the Environment that holds its
+conversations.
 
 An agent is a program, or a coroutine function in the driver (agents.py); a taskset runs in worker processes
 (verifiers_worker.py), and so does a class with `reset` and `step` (stepping.py).
@@ -38,7 +39,7 @@ Kind = Literal["single_turn", "steps", "program", "coroutine", "taskset"]
 
 
 def try_environment(section: EnvironmentSection) -> None:
-    """Compare what `environment.kind` names with what it must offer; a class that runs in workers is made in one.
+    """Check that what `environment.kind` names offers what it must; a taskset or class is loaded in a worker for that.
 
     Raises:
         ConfigError: it does not fit.
@@ -93,12 +94,12 @@ def kind_of(section: EnvironmentSection) -> Kind:
 
 
 def is_agent(section: EnvironmentSection) -> bool:
-    """Whether it is one that writes what the model reads by itself."""
+    """Whether it is an agent, which writes by itself what the model reads."""
     return kind_of(section) in ("program", "coroutine", "taskset")
 
 
 def _imported(kind: str) -> Any:
-    """Return what a kind names; None where it cannot be imported: whoever imports it next says why."""
+    """Return what a kind names; None where it cannot be imported; its next import says why."""
     module, _, name = kind.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -107,7 +108,7 @@ def _imported(kind: str) -> Any:
 
 
 def try_turns(sections: Sequence[EnvironmentSection], tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> None:
-    """Try what writes the turns of these environments as tokens.
+    """Check that the turns of these environments can be written as tokens.
 
     Raises:
         ConfigError: an agent without the chat template, or one that cannot go on after an answer.
@@ -131,12 +132,12 @@ def make_environment(
     pools: Callable[[], EnvironmentPool] | None = None,
     correct_reward: float = 1.0,
 ) -> Environment:
-    """Return what holds conversations with environments in worker processes, or with agents.
+    """Return the Environment that holds conversations, with worker processes or with agents.
 
     Args:
         chat: whether prompts are written by the tokenizer's chat template. warn: told what a person should know of
             environments in workers and of agents. pools: makes the worker processes; None: on this machine.
-            correct_reward: from which on an agent's reward alone says that a problem is solved.
+            correct_reward: an agent's reward of at least this says by itself that a problem is solved.
 
     Raises:
         ConfigError: a package is not installed, or the chat template cannot go on after an answer.

@@ -1,10 +1,10 @@
 """What an environment says becomes tokens: as plain text, or as a message of the model's chat template.
 
-Observation -> ids behind those that the model sampled. Only what is new is rendered and encoded; nothing of the model's
-is ever encoded again. It refuses templates that cannot go on after an answer.
+Observation -> ids that follow those that the model sampled. Only what is new is rendered and encoded; what the model
+said is never encoded again. It refuses templates that cannot go on after an answer.
 
-Why not the package renderers (0.1.12): of a family that it does not know by name it renders every turn anew
-(`DefaultRenderer.bridge_to_next_turn`), so that no sampled token would stay.
+Why not the package renderers (0.1.12): for a model family that it does not know by name it renders every turn anew
+(`DefaultRenderer.bridge_to_next_turn`), so that no sampled token would be kept.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Turns:
         return calls_in(self.says_calls({"type": "function", "function": _TRIED}))[0] == [_TRIED]
 
     def plain(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the ids of a text as it stands, or such ids. Raises ConfigError: the model has none of that number."""
+        """Return the ids of a text as it stands, or the given ids. Raises ConfigError: the model has no such id."""
         if isinstance(prompt, str):
             return self._encoded(prompt)
         wrong = [token for token in prompt if not 0 <= token < len(self._tokenizer)]
@@ -72,7 +72,8 @@ class Turns:
         return str(self._tokenizer.decode([token]))
 
     def first(self, text: str) -> list[int]:
-        """Return what stands between the prompt and the first answer. Raises RolloutError: of a chat, nothing."""
+        """Return the ids of a text between the prompt and the first answer. Raises RolloutError: a chat has no place
+        for it."""
         if self._chat:
             raise RolloutError(
                 f"environment.kind: reset returned the observation {text!r:.60} in a chat, where the prompt ends with "
@@ -81,10 +82,11 @@ class Turns:
         return self._encoded(text)
 
     def observation(self, text: str, role: str, last_token: int) -> list[int]:
-        """Return the ids of an observation behind an answer, up to where the model goes on.
+        """Return the ids of an observation after an answer, up to where the model goes on.
 
         Args:
-            last_token: the last that the model said. A stop token that the template would write is not written again.
+            last_token: the last token that the model said. If the template begins with this (stop) token, it is not
+                written again.
 
         Raises:
             ConfigError: the template knows no such role.
@@ -92,7 +94,7 @@ class Turns:
         return self.messages([{"role": role, "content": text}], last_token) if self._chat else self._encoded(text)
 
     def messages(self, messages: Sequence[Mapping[str, Any]], last_token: int) -> list[int]:
-        """Return the ids of several messages of a chat, as `observation` does of one."""
+        """Return the ids of several messages of a chat, like `observation` for one."""
         ids = self._encoded(self._behind_answer(messages))
         return ids[1:] if ids[:1] == [last_token] else ids
 
@@ -109,10 +111,10 @@ class Turns:
         """Compare what was trained with the chat template's own text of the whole history.
 
         Args:
-            response: all ids behind the prompt. history: the same as messages.
+            response: all ids after the prompt. history: the same as messages.
 
         Raises:
-            RolloutError: they differ: whoever serves the model with that template shows it something else.
+            RolloutError: they differ: a server with that template would show the model something else.
         """
         trained = str(self._tokenizer.decode(list(response), skip_special_tokens=False))
         if self._chat:
@@ -165,7 +167,7 @@ class Turns:
             return str(
                 self._tokenizer.apply_chat_template(plain, tools=known, tokenize=False, add_generation_prompt=generate)
             )
-        except Exception as error:  # The border of the model's template, a program.
+        except Exception as error:  # The model's template is a program, which may raise anything.
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(
                 f"environment.kind: the chat template of {self._tokenizer.name_or_path} refuses messages of the roles "

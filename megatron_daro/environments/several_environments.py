@@ -11,14 +11,14 @@ from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 
 
 class Mixed:
-    """The Rollouter of several environments: each group is asked of that which its prompt's data source belongs to."""
+    """The Rollouter of several environments."""
 
     def __init__(self, by_name: Mapping[str, Rollouter], environment_of_source: Mapping[str, str]) -> None:
         """Start nothing."""
         self._by_name, self._names = by_name, environment_of_source
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """Return the rollouts of all of them as they come."""
+        """Yield the rollouts of all environments as they come."""
         shares: dict[str, list[GroupRequest]] = {}
         for request in requests:
             shares.setdefault(self._names[request.prompt.source], []).append(request)
@@ -30,7 +30,7 @@ class Mixed:
             await own.abort(group_ids)
 
     async def score(self, rollouts: Sequence[tuple[Rollout, Prompt]]) -> list[Verdict]:
-        """Return the verdicts of each one's environment."""
+        """Return one verdict per rollout, in order, from its environment."""
         verdicts: dict[int, Verdict] = {}
         for name, own in self._by_name.items():
             places = [i for i, (_, prompt) in enumerate(rollouts) if self._names[prompt.source] == name]
@@ -38,7 +38,7 @@ class Mixed:
         return [verdicts[i] for i in range(len(rollouts))]
 
     def counters(self) -> dict[str, int]:
-        """Return the sums of all, and what each has: under environments/ and its name."""
+        """Return the sums over all environments, and each one's own counts under environments/NAME/."""
         sums, each = Counter[str](), dict[str, int]()
         for name, own in self._by_name.items():
             counts = own.counters()
@@ -47,7 +47,7 @@ class Mixed:
         return dict(sums) | each
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Go on from each one's."""
+        """Go on from the counts of each environment."""
         for name, own in self._by_name.items():
             prefix = f"environments/{name}/"
             own.load_counters({
@@ -55,6 +55,6 @@ class Mixed:
             })  # fmt: skip
 
     async def close(self) -> None:
-        """Close all."""
+        """Close all environments."""
         for own in self._by_name.values():
             await own.close()

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 class Step:
     """What an environment says after an answer of the model.
 
-    observation: text that the model is shown; of `reset`, behind the prompt, which a chat template allows no place for.
-    state: a JSON value, which the next `step` gets back. done: whether the conversation ends here. correct: with
-    `done`, whether the task is solved; decides the pass rate. reward: of this step; they add up; where there is none,
-    `correct` decides. rewards: more of them by name, each times its factor of environment.reward_weights. reason: a
-    short word, for the last step. role: of the observation in a chat template. tool_calls, tool_errors: what the answer
-    called, and how often in vain; they are counted.
+    observation: text that the model is shown; that of `reset` follows the prompt, where a chat template leaves no place
+    for one. state: a JSON value, which the next `step` gets back. done: whether the conversation ends here. correct:
+    with `done`, whether the task is solved; decides the pass rate. reward: of this step; those of all steps add up; if
+    there are none, `correct` decides. rewards: further ones by name, each times its factor of
+    environment.reward_weights. reason: a short word, for the last step. role: of the observation in a chat template.
+    tool_calls, tool_errors: how many tools the answer called, and how many calls failed; they become metrics.
     """
 
     observation: str = ""
@@ -40,18 +40,19 @@ class Step:
 class StepEnvironment(Protocol):
     """What the class must offer. Its constructor takes the keyword arguments of `environment.options`.
 
-    An attribute `notice` that is a text is shown to the person who started the run, once.
-    One object is made in each worker process. It keeps nothing between two calls that matters: any other may get the
-    next one, and the same call may come again after a crash.
+    An attribute `notice` that is a text is shown to the person who started the run, once. One object is made in each
+    worker process. It must keep nothing that matters between two calls: the next one may go to another object, and the
+    same call may come again after a crash.
     """
 
     def reset(self, prompt: Prompt, /) -> Step:
-        """Begin: the state of a new conversation. The prompt itself is shown already."""
+        """Begin a conversation. The `Step` has its state; the model is shown the prompt in any case."""
         ...
 
     def step(self, state: object, answer: str, /) -> Step:
         """Go on after an answer. What it raises costs the conversation.
 
-        Its text is without special tokens, and begins with the <think> that the model read before it, if there was one.
+        The answer's text is without special tokens, and begins with the <think> that the model read before it, if there
+        was one.
         """
         ...

@@ -21,7 +21,8 @@ from megatron_daro.worker_pool.child import REFUSED, Answer, main
 
 
 def answer(kind: str, environment: StepEnvironment, request: dict[str, Any]) -> dict[str, Any]:
-    """Reply to one request. What the class raises is a word; what it returns is compared with the Protocol."""
+    """Reply to one request. What the class raises becomes part of the reply; what it returns is compared with the
+    Protocol."""
     method = request["kind"]
     if method == "notice":
         notice = getattr(environment, "notice", "")

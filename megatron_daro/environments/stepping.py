@@ -1,8 +1,8 @@
 """Environments that answer turn by turn, in worker processes: `environment.kind: module:Class` with `reset` and `step`.
 
-Prompt -> reset -> [model -> step -> observation] -> Verdict. Between two steps the environment is its state, a JSON
-value that the conversation holds, so any worker goes on with it, and one that hangs, leaks, forks or raises costs
-this conversation alone. It refuses states that are no JSON.
+Prompt -> reset -> [model -> step -> observation] -> Verdict. Between two steps the environment consists of its state
+alone, a JSON value that the conversation holds. So any worker can go on with it, and a worker that hangs, leaks, forks
+or raises costs this conversation alone. It refuses states that are no JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EnvironmentPool(Protocol):
 
 
 class _LocalPool:
-    """Those of this machine, which is never lost without this process."""
+    """The worker processes of this machine, which is never lost without this process."""
 
     restarts = 0
 
@@ -75,8 +75,8 @@ class SteppedConversations:
         """Start nothing.
 
         Args:
-            turns: writes observations as tokens. warn: told what the environment has to say of itself. pool: of the
-                workers; None: on this machine.
+            turns: writes observations as tokens. warn: told the `notice` of the environment. pool: of the workers;
+                None: on this machine.
         """
         self._section, self._turns, self._warn = section, turns, warn
         self._pool = pool or _LocalPool(section)
@@ -84,7 +84,7 @@ class SteppedConversations:
 
     async def rollout(self, prompt: Prompt, conversation: Conversation) -> Verdict:
         """Hold one conversation. Raises ConversationFailedError, RolloutError."""
-        fields = asdict(replace(prompt, tokens=()))  # asdict would copy each of them
+        fields = asdict(replace(prompt, tokens=()))  # asdict would copy each token
         del fields["tokens"]
         step = await self._ask(conversation, {"kind": "reset", "prompt": fields})
         answers, history = 0, list[Mapping[str, str]]()
@@ -142,7 +142,8 @@ class SteppedConversations:
         return True
 
     async def _ask(self, conversation: Conversation, request: Mapping[str, Any]) -> Step:
-        """Return what a worker says, and report it; neither waiting for one nor its work counts for timeout_s."""
+        """Return the step of a worker, and report it; neither waiting for a worker nor its work counts towards
+        timeout_s."""
         with conversation.uncounted():
             await self._start()
             reply = await self._pool.ask(dict(request))
@@ -165,7 +166,7 @@ class SteppedConversations:
         return step
 
     async def _start(self) -> None:
-        """Start the workers, once for all that wait."""
+        """Start the workers once, for all callers."""
         if self._started is None:
             self._started = asyncio.ensure_future(self._start_once())
         await asyncio.shield(self._started)

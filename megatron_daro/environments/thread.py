@@ -1,8 +1,8 @@
 """The thread in which a user's coroutines run, with an event loop of its own, and calls between it and the run's loop.
 
-One that blocks then holds up neither the engine nor the loop of the run. Waking the other loop for each call, which
-hands it Python's lock in the middle of a turn, and all calls in one turn of it, would hold both loops for seconds where
-thousands of conversations go on at once: calls pass a few at a turn.
+A coroutine that blocks then holds up neither the engine nor the loop of the run. Calls are passed on together, and run
+a few per turn of the loop. With thousands of conversations at once, both loops would be held up for seconds if each
+call woke the other loop, which hands it Python's lock in the middle of a turn, or if all calls ran in one turn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 _DELAY_S = 0.002
-"""What is posted within this time goes together."""
+"""Calls posted within this time are passed on together."""
 _AT_ONCE = 32
 """Calls in one turn of the loop: each may resume a coroutine, and all of these run before anything else."""
 
@@ -24,7 +24,7 @@ class LoopCalls:
     """Runs functions on one event loop, in the order in which they were posted on another."""
 
     def __init__(self, source: asyncio.AbstractEventLoop, target: asyncio.AbstractEventLoop) -> None:
-        """Call nothing yet. source: where `post` is called. target: where the functions are."""
+        """Call nothing yet. source: where `post` is called. target: where the functions run."""
         self._source, self._target = source, target
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._scheduled = False
@@ -65,7 +65,7 @@ class EnvironmentThread:
         threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
 
     def close(self) -> None:
-        """Cancel what is left and end the loop, as soon as what it does lets it."""
+        """Cancel what is left and end the loop, as soon as what it is doing allows it."""
         self.loop.call_soon_threadsafe(self._stop)
 
     def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""What the conversations of one call ask: the next turn of the engine, a verdict of the verifiers.
+"""What the conversations of one call ask for: the next turn from the engine, a verdict from the verifiers.
 
 Conversation, on the environments' loop -> TurnRequests, on the run's -> Engine, Scorer -> back. It refuses answers that
 were not asked for, and those whose columns do not fit.
@@ -24,7 +24,7 @@ from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TurnRequest:
-    """A request for one rollout. tokens: int32, of its prompt. answer: to come, on the environments' loop."""
+    """A request for one rollout. tokens: int32, of its prompt. answer: a future of the environments' loop."""
 
     request: GroupRequest
     tokens: np.ndarray
@@ -42,8 +42,8 @@ class _TurnRequest:
 
 
 class TurnRequests:
-    """Those of one `generate`. On the run's event loop, but for `ask`, `verify`, `stand_back` and `come_back`, which
-    are called on the environments'.
+    """The requests of one `generate`. Used on the run's event loop, except `ask`, `verify`, `stand_back` and
+    `come_back`, which are called on the environments' loop.
 
     failure: what the engine or the verifiers raised, which ends all conversations.
     """
@@ -54,9 +54,9 @@ class TurnRequests:
         """Ask nothing yet.
 
         Args:
-            conversations: how many will ask. together: whether the engine is asked once for all that go on, each time
-                all of them wait for it: an engine that works on one batch at a time then gets whole ones, and the same
-                ones each time.
+            conversations: how many will ask. together: whether the engine is asked once for all conversations under
+                way, each time all of them wait for it: an engine that works on one batch at a time then gets whole
+                batches, and the same ones in each run.
         """
         self.failure: asyncio.Future[None] = thread.run_loop.create_future()
         self._engine, self._scorer, self._thread, self._together = engine, scorer, thread, together
@@ -66,13 +66,13 @@ class TurnRequests:
         self._begins_soon = self._closing = False
 
     def ask(self, request: GroupRequest, tokens: np.ndarray) -> asyncio.Future[Rollout]:
-        """Return the engine's answer to come, finish reason "abort" where there is none. tokens: of its prompt."""
+        """Return a future of the engine's answer, finish reason "abort" where there is none. tokens: of the prompt."""
         turn = _TurnRequest(request, tokens, self._thread.loop.create_future())
         self._thread.to_run.post(self._take, turn)
         return turn.answer
 
     def verify(self, text: str, prompt: Prompt) -> asyncio.Future[Verdict]:
-        """Return a verdict to come. What the verifiers raise ends the run."""
+        """Return a future of a verdict. What the verifiers raise ends the run."""
         work = self._verify(text, prompt)
         try:
             return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._thread.run_loop))
@@ -85,11 +85,12 @@ class TurnRequests:
         self._conversations += 1
 
     def stand_back(self) -> None:
-        """Let nobody wait for a conversation that asks nothing before `come_back`; on the environments' loop."""
+        """Keep others from waiting for a conversation that asks for nothing before `come_back`; on the environments'
+        loop."""
         self._thread.to_run.post(self.one_ended)
 
     def come_back(self) -> None:
-        """Let the others wait for it again."""
+        """Let the others wait for that conversation again."""
         self._thread.to_run.post(self.one_began)
 
     def one_ended(self) -> None:
@@ -103,7 +104,7 @@ class TurnRequests:
         self._closing = True
 
     async def close(self) -> None:
-        """End what is asked of the engine."""
+        """Cancel what is asked of the engine."""
         for task in self._asking:
             task.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)
@@ -123,7 +124,7 @@ class TurnRequests:
             self._thread.to_environment.post(turn.answer.cancel)
         elif self._together:
             self._begin_if_all_wait()
-        elif not self._begins_soon:  # with all that are taken in this turn of the loop
+        elif not self._begins_soon:  # with all requests that are taken in this turn of the loop
             self._begins_soon = True
             self._thread.run_loop.call_soon(self._begin)
 
@@ -146,7 +147,7 @@ class TurnRequests:
         if self._closing:
             return
         waiting: dict[tuple[int, int, int], _TurnRequest] = {}
-        for turn in self._waiting:  # one of each rollout: an engine knows them by its number
+        for turn in self._waiting:  # one request per rollout: an engine tells them apart by its number
             if not turn.answer.done():
                 waiting.setdefault(turn.key, turn)
         chosen = list(waiting.values())
@@ -159,7 +160,7 @@ class TurnRequests:
             task.add_done_callback(self._asking.discard)
 
     async def _answer(self, turns: Sequence[_TurnRequest]) -> None:
-        """One call of the engine for these turns, of which each gets its answer as soon as it is there."""
+        """Call the engine once for these turns; each gets its answer as soon as it is there."""
         requests = sorted((turn.request for turn in turns), key=lambda one: (one.group_id, one.draw, one.indices[0]))
         by_key = {turn.key: turn for turn in turns}
         unanswered = dict(by_key)
@@ -181,7 +182,8 @@ class TurnRequests:
 
 
 def _merged(requests: Sequence[GroupRequest]) -> list[GroupRequest]:
-    """Return the same with rollouts of one group that go on from equal tokens in one request."""
+    """Return the same, with the rollouts of one group that go on from equal tokens, drawn and sampled alike, in one
+    request."""
     merged: dict[Any, list[GroupRequest]] = {}
     for one in requests:
         merged.setdefault((one.group_id, one.draw, one.prompt.tokens, one.sampling), []).append(one)

@@ -1,7 +1,8 @@
-"""The program of a worker that runs tasks of the package verifiers (0.4): its taskset, harness and rewards, its code.
+"""The program of a worker that runs tasks of the package verifiers (0.4): with its tasksets, harnesses, rewards and
+code.
 
 CommandAgents -> (this) -> verifiers' Env -> the endpoint -> its rewards. One rollout at a time. Limits and protocol are
-those of agent_worker.py. It refuses what has several agents, since all would be trained as one.
+those of agent_worker.py. It refuses environments with several agents, since all of these would be trained as one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def load_tasks(kind: str, options: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """Return verifiers' Env of `environment.kind: verifiers:TASKSET`, and its tasks.
 
     Args:
-        options: what its configuration has beside the taskset's name.
+        options: what its configuration has besides the taskset's name.
 
     Raises:
         ConfigError: it cannot be loaded, or is not served.
@@ -71,12 +72,12 @@ def answer(
 
 
 def _allowed(name: str) -> str:
-    """Return the name as a reward's may be (environment.py)."""
+    """Return the name in the form that is allowed for a reward (environment.py)."""
     return re.sub(r"[^\w.-]|^(?![A-Za-z_])", "_", name, flags=re.ASCII)[:64]
 
 
 async def _episode(env: Any, task: Any) -> Any:
-    """Run one episode; its client is new, since the key is."""
+    """Run one episode, with a new client, since each rollout has a new key."""
     vf = importlib.import_module("verifiers.v1")
     client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     async with env.serving():

@@ -16,7 +16,7 @@ from megatron_daro.families.table import Family
 
 @cache
 def families() -> Mapping[str, Family]:
-    """`model_type` of config.json -> table, of every file of this folder that has one."""
+    """Return `model_type` of config.json -> table, for every file in this folder that has a `FAMILY`."""
     by_kind = {}
     for module in pkgutil.iter_modules(__path__):
         family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)

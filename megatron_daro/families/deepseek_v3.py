@@ -1,5 +1,5 @@
-"""DeepSeek-V3 and R1, and Kimi-K2, which is the same under another `model_type`: latent attention, a mixture of experts
-behind a sigmoid router with groups and a bias of its choice.
+"""DeepSeek-V3 and R1, and Kimi-K2, which is the same under another `model_type`: latent attention, and a mixture of
+experts behind a sigmoid router with groups and a bias for the choice.
 
 Source: transformers 5.24, models/deepseek_v3; config.json of deepseek-ai/DeepSeek-V3.
 """
@@ -47,6 +47,6 @@ FAMILY = Family(
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
-    # A loss that balanced experts in pretraining, into how many parts servers divide them, and code that is not run.
+    # The loss that balanced experts in pretraining, expert parallelism of servers, and code that is not run.
     harmless=frozenset({"aux_loss_alpha", "seq_aux", "ep_size", "auto_map"}),
 )

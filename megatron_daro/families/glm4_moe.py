@@ -1,4 +1,4 @@
-"""GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7: a mixture of experts behind a sigmoid router with a bias of its choice.
+"""GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7: a mixture of experts behind a sigmoid router with a bias for the choice.
 
 Source: transformers 5.24, models/glm4_moe.
 """

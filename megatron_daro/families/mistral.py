@@ -1,4 +1,4 @@
-"""Mistral 7B from v0.2 on, Nemo, Small: those without a sliding window."""
+"""Mistral 7B from v0.2 on, Nemo, Small: the models without a sliding window."""
 
 from __future__ import annotations
 

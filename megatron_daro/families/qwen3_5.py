@@ -1,4 +1,4 @@
-"""The text part of Qwen3.5 and Qwen3.6 with a dense MLP (27B, 9B, 4B): layers as those of Qwen3-Next.
+"""The text part of Qwen3.5 and Qwen3.6 with a dense MLP (27B, 9B, 4B): layers as in Qwen3-Next.
 
 Source: transformers 5.24, models/qwen3_5, `Qwen3_5ForCausalLM`.
 """
@@ -37,7 +37,7 @@ ONLY: Mapping[str, tuple[object, ...]] = {"attn_output_gate": (True,)}
 UNTRAINED = ("mtp.", "model.visual.")
 FURTHER_TOKENS = "mtp_num_hidden_layers"
 HARMLESS = frozenset({"mamba_ssm_dtype", "mtp_use_dedicated_embeddings"})
-"""In which precision servers keep states; and of the layer for multi-token prediction."""
+"""Keys for the precision in which servers keep states, and for the layer for multi-token prediction."""
 
 FAMILY = Family(
     model_type="qwen3_5_text",

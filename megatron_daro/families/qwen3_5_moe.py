@@ -1,4 +1,4 @@
-"""The text part of Qwen3.5 and Qwen3.6 with experts (35B-A3B, 397B-A17B), beside one that is gated.
+"""The text part of Qwen3.5 and Qwen3.6 with experts (35B-A3B, 397B-A17B) beside a gated shared expert.
 
 Source: transformers 5.24, models/qwen3_5_moe, `Qwen3_5MoeForCausalLM`.
 """

@@ -1,4 +1,5 @@
-"""Qwen3-Next-80B-A3B: three of four layers with linear attention, gated attention, experts beside one that is gated.
+"""Qwen3-Next-80B-A3B: linear attention in three of four layers, gated attention in the fourth, experts beside a gated
+shared expert.
 
 Source: transformers 5.24, models/qwen3_next; config.json of Qwen/Qwen3-Next-80B-A3B-Instruct.
 """

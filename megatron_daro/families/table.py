@@ -1,28 +1,28 @@
-"""What a table of a model family says, and the names that most families share.
+"""The table of a model family, and the names that most families share.
 
-A role stands for one parameter of a Megatron-core decoder; a family gives the Hugging Face tensors it is made of.
-`{layer}` and `{expert}` in a name are their numbers, from 0. The roles are:
+A role stands for one parameter of a Megatron-core decoder; a family names the Hugging Face tensors from which it is
+made. `{layer}` and `{expert}` in a name are numbers, from 0. The roles are:
 
-    embedding, final_norm, output                       of the whole model
-    attention_norm, qkv (query, key, value), qkv_bias,  of each layer; leave out qkv_bias, query_norm and key_norm
-    query_norm, key_norm, attention_output, mlp_norm    where the family has none
-    q, or q_down, q_latent_norm, q_up, and              in place of qkv, where attention is latent (multi-head latent
-    kv_down, kv_latent_norm, kv_up                      attention, MLA); config.json says which a model has of q
-    gated_qkv (query and gate, key, value)              in place of qkv, where a gate multiplies what attention answers
-    linear_in (query, key and value; gate; beta;        of each layer with linear attention (gated delta rule), in place
-    decay) or linear_in_by_head (query, key, value      of all of attention but its norm
+    embedding, final_norm, output                       one each per model
+    attention_norm, qkv (query, key, value), qkv_bias,  for each layer; leave out qkv_bias, query_norm and key_norm if
+    query_norm, key_norm, attention_output, mlp_norm    the family has none
+    q, or q_down, q_latent_norm, q_up, and              in place of qkv for multi-head latent attention (MLA);
+    kv_down, kv_latent_norm, kv_up                      config.json says which of the roles for q a model has
+    gated_qkv (query and gate, key, value)              in place of qkv, if a gate multiplies the output of attention
+    linear_in (query, key and value; gate; beta;        for each layer with linear attention (gated delta rule), in
+    decay) or linear_in_by_head (query, key, value      place of all roles of attention but attention_norm
     and gate; beta and decay; by key head),
     linear_conv, linear_decay, linear_decay_bias,
     linear_norm, linear_output
-    gate_up (gate, up), down                            of each dense layer; leave out where every layer has experts
-    router, expert_gate_up (gate, up), expert_down      of each layer with experts, and of each expert
-    router_bias, shared_gate_up (gate, up),             of each layer with experts; leave out where the family has no
-    shared_down, shared_gate                            bias of the choice, no expert that sees every token, and no
-                                                        gate of what that one answers
-    attention_output_bias, router_logit_bias,           of families whose linear layers all have biases: all of these
+    gate_up (gate, up), down                            for each dense layer; leave out if every layer has experts
+    router, expert_gate_up (gate, up), expert_down      for each layer with experts, and for each expert
+    router_bias, shared_gate_up (gate, up),             for each layer with experts; leave out if the family has no bias
+    shared_down, shared_gate                            that is added to the choice of experts, no shared experts (which
+                                                        see every token), and no gate on their output
+    attention_output_bias, router_logit_bias,           for families whose linear layers all have biases: all of these,
     expert_gate_up_bias (gate, up), expert_down_bias    and qkv_bias
-    sinks                                               of each layer: a logit for each head, to which no token belongs
-    attention_post_norm, mlp_post_norm                  in place of attention_norm and mlp_norm, where norms come after
+    sinks                                               for each layer: one logit per head, which belongs to no token
+    attention_post_norm, mlp_post_norm                  in place of attention_norm and mlp_norm, if norms come after
                                                         attention and MLP, before the residual is added
 
 `Family.switches` is for roles that only some models of a family have.
@@ -46,35 +46,43 @@ _PARTS = {
     "linear_in_by_head": ("query, key, value and gate", "beta and decay"),
     **dict.fromkeys(("gate_up", "expert_gate_up", "expert_gate_up_bias", "shared_gate_up"), _GATE_UP),
 }
-"""What the tensors of a role are, in order; of every other role there is one."""
+"""The tensors of a role, in order; every other role has one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """One family of decoder models.
 
-    model_type, architecture: as config.json names them. tensors: role -> Hugging Face names. defaults: what
-    transformers assumes for keys that config.json may leave out. window: when the family's layers use sliding-window
-    attention, which is refused: where `sliding_window` is given (by_width); with `use_sliding_window` too, in all
-    layers (switched) or in those from `max_window_layers` on (switched_from_layer). It is trained of families whose
-    `layer_types` say it layer by layer; where that is missing, of every other one from the first on (alternating), or
-    of all but each fourth (three_of_four). plain_windows: layers with a window have plain rotary embeddings whatever
-    scaling the others have. whole_qk_norm: norms of queries and keys are over all heads at once.
-    experts: keys of a mixture of experts; None for a dense family. stacked: role -> the tensor that holds those of all
-    experts of a layer, [experts, columns, rows], or [experts, rows] of biases, with the rows of gate and up in turns;
-    the names of the role itself are then those that its parts have here (convert/stacked.py). switches: role -> the key
-    that says whether a model has it; of other roles every model of the family has those that stand in `tensors`.
+    model_type, architecture: as in config.json.
+    tensors: role -> Hugging Face names.
+    defaults: transformers' values for keys that config.json may leave out.
+    window: when layers use sliding-window attention. It is refused in these families: by_width: if `sliding_window` is
+        given; switched: if `use_sliding_window` is true as well; switched_from_layer: likewise, in the layers from
+        `max_window_layers` on. It is supported in families whose `layer_types` give it layer by layer; if that key is
+        missing, alternating: every other layer has a window, beginning with the first; three_of_four: all layers but
+        every fourth.
+    plain_windows: layers with a window have plain rotary embeddings, whatever scaling the others have.
+    whole_qk_norm: norms of queries and keys are over all heads at once.
+    experts: keys of a mixture of experts; None for a dense family.
+    stacked: role -> the tensor that holds the parameters of all experts of a layer, [experts, columns, rows], or
+        [experts, rows] for biases, with the rows of gate and up alternating; the names in `tensors` are then those that
+        the single parameters get here (convert/stacked.py).
+    switches: role -> the key that says whether a model has it; every model of the family has the other roles in
+        `tensors`.
     partial_rotary: `partial_rotary_factor` may be below 1: only the first entries of a head are rotated.
-    further_tokens: the key of the number of layers that predict tokens after the next (MTP); they stand in the
-    checkpoint after the others or under a name of `untrained`, and are not trained. untrained: how the names of other
-    tensors begin that a checkpoint may hold and that are not trained. packed: role -> the tensor in which published
-    checkpoints hold those of all experts of a layer, [experts, rows, columns], gate before up; read, never written.
-    centered_norms: norms multiply by 1 + weight. only: further keys with the only values that are computed, in place of
-    those of all families. harmless: further keys that change nothing. loaded_together: roles, in the order of an
-    export, whose tensors SGLang takes in one call or drops. quantized: the `quant_method` of checkpoints that are
-    converted as if they were not, beside fp8 blocks.
+    further_tokens: the key for the number of layers that predict tokens after the next (MTP); in a checkpoint they come
+        after the other layers, or have names in `untrained`; they are not trained.
+    untrained: beginnings of the names of other tensors that a checkpoint may hold and that are not trained.
+    packed: role -> the tensor in which published checkpoints hold the parameters of all experts of a layer, [experts,
+        rows, columns], gate before up; it is read, but never written.
+    centered_norms: norms multiply by 1 + weight.
+    only: key -> the only values that are implemented, in addition to those of all families or in their place.
+    harmless: further keys that change nothing.
+    loaded_together: roles, in the order of an export, whose tensors SGLang must get in one call, or it drops them.
+    quantized: a `quant_method`, besides fp8 blocks, whose checkpoints can be converted to weights that are not
+        quantized.
 
-    Raises ModelError where a role has more or fewer tensors than Megatron's parameter is made of.
+    Raises ModelError if a role has more or fewer tensors than Megatron's parameter is made of.
     """
 
     model_type: str
@@ -99,7 +107,7 @@ class Family:
 
     @property
     def latent(self) -> bool:
-        """Whether queries, keys and values are made of latents of lower rank."""
+        """Whether attention is latent: keys and values (and maybe queries) are computed from latents of lower rank."""
         return "kv_down" in self.tensors
 
     @property
@@ -123,15 +131,20 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
-    """Under which keys config.json describes the experts; of several names the first that is there counts.
+    """The keys under which config.json describes the experts.
 
-    normalize: the key that says whether the weights of the chosen experts are scaled to a sum of 1, or the answer where
-    the family has no such key. scores: what makes weights of the router's logits; with sigmoid, as DeepSeek-V3 has it,
-    experts may be chosen from some groups only (`n_group`, `topk_group`), and the weights are multiplied with
-    `routed_scaling_factor`. dense: the number of first layers without experts; empty: `decoder_sparse_step` and
-    `mlp_only_layers` say it, where the family has dense layers. shared: the number of experts, each as wide as the
-    others, that see every token. shared_width: how wide the one is that sees every token. limit: up to which gate and
-    up of an expert are taken; it then multiplies gate * sigmoid(1.702 * gate) with up + 1, no SiLU with up.
+    number: keys for the number of experts; the first that is present counts. width: key for an expert's width.
+    normalize: the key that says whether the weights of the chosen experts are scaled to a sum of 1; a bool if the
+        family has no such key.
+    chosen: key for the number of experts per token.
+    scores: function that makes scores of the router's logits; with sigmoid, as in DeepSeek-V3, experts may be chosen
+        from some groups only (`n_group`, `topk_group`), and the weights are multiplied by `routed_scaling_factor`.
+    dense: key for the number of first layers without experts; empty: `decoder_sparse_step` and `mlp_only_layers` say
+        which layers have none, if the family has dense layers.
+    shared: key for the number of experts, each as wide as the others, that see every token.
+    shared_width: key for the width of the one expert that sees every token.
+    limit: key for the bound to which an expert's gate and up are clamped; such an expert computes gate * sigmoid(1.702
+        * gate) * (up + 1) in place of SiLU(gate) * up.
     """
 
     number: tuple[str, ...]
@@ -153,14 +166,14 @@ DEEPSEEK_EXPERTS = ExpertKeys(
     dense="first_k_dense_replace",
     shared="n_shared_experts",
 )
-"""DeepSeek-V3's, which GLM-4.5 has too."""
+"""The keys of DeepSeek-V3 and GLM-4.5."""
 QWEN3_NEXT_EXPERTS = ExpertKeys(
     number=("num_experts", "num_local_experts"),
     width="moe_intermediate_size",
     normalize="norm_topk_prob",
     shared_width="shared_expert_intermediate_size",
 )
-"""Qwen3-Next's, which Qwen3.5 has too, but for `normalize`."""
+"""The keys of Qwen3-Next, and of Qwen3.5 except for `normalize`."""
 
 OUTSIDE: Names = {
     "embedding": ("model.embed_tokens.weight",),

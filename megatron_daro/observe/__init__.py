@@ -1,7 +1,7 @@
-"""What a run tells people: metrics on disk, progress on the terminal, time per phase; what models wrote is escaped.
+"""What a run shows to people: metrics on disk, progress on the terminal, time per phase.
 
-Place in the data flow: the controller hands each step's metrics to `MetricsLog` and `Progress`. Imports no torch, and
-reads model output as data: whatever it prints is escaped first. The HTML report is megatron_daro/workshop/report.
+Place in the data flow: the controller passes each step's metrics to `MetricsLog` and `Progress`. Imports no torch, and
+treats model output as data: text is escaped before it is printed. The HTML report is megatron_daro/workshop/report.
 """
 
 from megatron_daro.observe.logs import safe_text

@@ -1,8 +1,8 @@
 """How far the engine's log-probs are from the trainer's, and a warning when they drift apart.
 
-A run stays healthy with a constant small mismatch (other kernels, another dtype); what precedes a collapse is growth.
-`DriftWatch` warns once per drift, never about a single step, but for log-probs that are not finite. A resumed run
-learns its baseline anew from its first steps.
+A small constant mismatch (other kernels, another dtype) does no harm; a growing one precedes a collapse. `DriftWatch`
+warns once per drift, and never because of a single step, unless log-probs are not finite. A resumed run learns its
+baseline anew from its first steps.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-# The limits below are chosen, not measured on long runs: better a late warning than one that people learn to ignore.
+# The limits below are chosen, not measured on long runs: a late warning is better than one that people learn to ignore.
 BASELINE_STEPS = 8
-"""Finite steps whose median is normal for this run: a median of eight is not moved by two odd steps."""
+"""Finite steps whose median is the baseline of this run: two odd steps do not move a median of eight."""
 FACTOR = 3.0
-"""Growth over the baseline that is a drift; batches of other lengths and prompts move the mean by less."""
+"""Growth over the baseline that counts as a drift; other lengths and prompts change the mean of a batch by less."""
 PATIENCE = 3
-"""Steps in a row above the limit before a warning, and below it before the drift counts as over."""
+"""Steps in a row above the limit before a warning, and steps in a row below it before the drift counts as over."""
 LIMITS = {"mismatch/kl": (0.01, 0.1), "mismatch/logprob_abs_mean": (0.05, 0.3)}
-"""Metric -> (floor, ceiling) of its limit, in nats per token. Below the floor nothing is wrong, whatever the growth:
-the largest difference of any token between a bf16 server and transformers was 0.06, so a mean of 0.05 is no rounding.
-Above the ceiling something is wrong, also if the run began like that: the usual ratio is off by a third."""
+"""Metric -> (floor, ceiling) of its limit, in nats per token. Below the floor growth is harmless: the largest
+difference of any token between a bf16 server and transformers was 0.06, so a mean of 0.05 is more than rounding. Above
+the ceiling something is wrong, even if the run began like that: the usual ratio is off by a third."""
 CORRECTED = "mismatch/corrected_fraction"
 CORRECTED_LIMIT = 0.2
-"""Share of tokens that a correction may change: it is meant for outliers; beyond a fifth it shapes the gradient."""
+"""Share of tokens that a correction may change. It is meant for outliers; above a fifth it shapes the gradient."""
 _STALENESS = "rollout/staleness_mean"
 
 
 @dataclass(slots=True)
 class DriftWatch:
-    """The watch of one run.
+    """Watches one run.
 
-    correction: what corrects for the age of rollouts, as messages name it; "none", or empty: not known.
+    correction: how messages name the correction for the age of rollouts; "none"; or empty if it is not known.
     """
 
     correction: str = ""
@@ -46,7 +46,7 @@ class DriftWatch:
         """Take one step's metrics in.
 
         Args:
-            step: optimizer step. metrics: any; a step without mismatch metrics says nothing.
+            step: optimizer step. metrics: any; a step without mismatch metrics has no effect.
 
         Returns:
             A warning with the likely reason, once per drift; None otherwise.
@@ -72,7 +72,7 @@ class DriftWatch:
         return f"{text}. {self._reason(high, metrics.get(_STALENESS, 0.0))}"
 
     def _limit(self, key: str) -> float:
-        """Return what the value may be; before the baseline is known, the ceiling."""
+        """Return the limit of a metric; before the baseline is known, the ceiling."""
         if key == CORRECTED:
             return CORRECTED_LIMIT
         floor, ceiling = LIMITS[key]
@@ -88,7 +88,7 @@ class DriftWatch:
                 values.append(value)
 
     def _reason(self, high: Mapping[str, float], staleness: float) -> str:
-        """Return the likely cause and what to do, by circumstance."""
+        """Return the likely cause and what to do about it."""
         if set(high) == {CORRECTED}:
             return (
                 "The correction changes so many tokens that it shapes the gradient: lower rollout.max_staleness or "

@@ -1,12 +1,13 @@
 """One log file for each process of a run, RUN/logs/NAME.log, and text of unknown origin made safe to print and log.
 
-The driver logs what it shows, each step and the failure that ends it, with its chain of causes; workers log
-failures that nobody foresaw, and all that they and their libraries write to standard output and error, the stack of a
-crash included. Ray's own files are gone with its session. A later start appends. A node that does not see the run
-directory keeps what its processes write where Ray puts it.
+The driver logs what it shows, each step, and the failure that ends the run, with its chain of causes. Workers log
+unforeseen failures, and everything that they and their libraries write to standard output and error, including the
+stack of a crash. Ray's own files are deleted with its session. A later start appends. If a node does not see the run
+directory, the output of its processes stays where Ray puts it.
 
-`safe_text` stands between what a model, a prompt or a file says and a terminal, a log line or the report: what could
-act (terminal escapes, other control characters, direction overrides) becomes a visible code; nothing is dropped unseen.
+`safe_text` stands between text from a model, a prompt or a file and a terminal, a log line or the report: characters
+with an effect (terminal escapes, other control characters, direction overrides) become visible codes; nothing is
+dropped silently.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _JOINERS = {"‌", "‍"}
 
 
 def safe_text(text: object, limit: int | None = None, *, one_line: bool = False) -> str:
-    """Text with every control or format character replaced by a visible code such as `\\x1b`.
+    """Return a text with every control or format character replaced by a visible code such as `\\x1b`.
 
     Args:
         text: anything; turned into a string first.
@@ -41,7 +42,7 @@ def safe_text(text: object, limit: int | None = None, *, one_line: bool = False)
         one_line: replace newlines and tabs too, as a log line needs.
 
     Returns:
-        Plain text. It is not markup of any kind: print it as `rich.text.Text`, embed it with `html.escape`.
+        Plain text, which is not safe as markup: print it as `rich.text.Text`, embed it with `html.escape`.
     """
     kept = set() if one_line else _KEPT
     raw = str(text)
@@ -66,35 +67,36 @@ def _code(character: str) -> str:
 
 
 FOLDER = "logs"
-"""In the run directory."""
+"""Folder of the logs in the run directory."""
 _PACKAGE = logging.getLogger("megatron_daro")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
 def file_name(process: str) -> str:
-    """Return the file of a process: "actor rank 0" is in actor_rank_0.log."""
+    """Return the file name of a process's log: actor_rank_0.log for "actor rank 0"."""
     return process.replace(" ", "_") + ".log"
 
 
 class _LogFile(logging.FileHandler):
-    """A log whose own failure, as on a full disk, is told once and in a line: what the run says comes last."""
+    """A log file whose own failure, as on a full disk, is reported once and in one line, so that the run's own message
+    comes last."""
 
     _failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line; the file may not even open."""
+        """Write a line. With delay=True this also opens the file, which may fail."""
         try:
             super().emit(record)
         except OSError:
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say why the log cannot be written."""
+        """Report why the log cannot be written."""
         self._tell(sys.exc_info()[1])
 
     def close(self) -> None:
-        """Close the file, and say it where what is left cannot be written."""
+        """Close the file, and report it if the rest cannot be written."""
         try:
             super().close()
         except OSError as error:
@@ -107,7 +109,8 @@ class _LogFile(logging.FileHandler):
 
 
 def take_over(directory: Path | None, process: str) -> None:
-    """In a worker: what this process writes goes to its file from now on; only where the driver made the folder."""
+    """Send everything that this worker process writes to its log file from now on, if this node sees the folder that
+    the driver made. Args: directory: of the logs; None: change nothing."""
     if directory is None:
         return
     try:
@@ -125,7 +128,7 @@ def take_over(directory: Path | None, process: str) -> None:
 
 
 def failures_logged(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Log a worker's unforeseen errors where they happen; whoever called the method gets them all the same."""
+    """Log a worker's unforeseen errors where they happen; they are still raised to the caller."""
 
     @functools.wraps(method)
     def logged(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -142,10 +145,11 @@ def failures_logged(method: Callable[_Arguments, _Result]) -> Callable[_Argument
 
 @contextmanager
 def driver_log(directory: Path, *, terminal: bool) -> Iterator[None]:
-    """While it is open, what the driver tells is in driver.log too, and so is the error that ends the block.
+    """Write the driver's messages within the block to driver.log too, and the error that ends the block.
 
     Args:
-        directory: of the logs. terminal: whether messages are shown there anyway; else warnings go to standard error.
+        directory: of the logs. terminal: whether messages are shown on the terminal by other means; if not, warnings go
+            to standard error.
 
     Raises:
         OSError: the directory cannot be made.

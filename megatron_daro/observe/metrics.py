@@ -1,8 +1,8 @@
 """One record of metrics per optimizer step: RUN/metrics.jsonl, which TensorBoard and Weights & Biases show too.
 
-Key names and units: docs/metrics.md. What depends on the clock lives under `timing/`, `throughput/` and `recovery/`, so
-that the rest of two runs of one seed can be compared (`comparable`). Rejects values that are no numbers, steps that do
-not increase, and files damaged anywhere but in their last line.
+Key names and units: docs/metrics.md. Metrics that depend on the clock are under `timing/`, `throughput/` and
+`recovery/`, so that all others can be compared between runs with the same seed (`comparable`). Refuses values that are
+not numbers, steps that do not increase, and files that are damaged anywhere but in their last line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Metrics = Mapping[str, float | None]
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of the file: what it says and its very bytes, so that keeping it cannot change it."""
+    """One line of the file: its content and its exact bytes, so that writing it again does not change it."""
 
     record: dict[str, Any]
     raw: bytes
@@ -52,7 +52,7 @@ class MetricsLog:
 
         Raises:
             ConfigError: tensorboard or wandb was asked for and is not installed, or wandb cannot start.
-            DataError: the file that is there is damaged before its last line. OSError: it cannot be written.
+            DataError: an existing file is damaged before its last line. OSError: it cannot be written.
         """
         self.path = Path(run_dir) / FILE_NAME
         run_dir = self.path.parent
@@ -77,8 +77,8 @@ class MetricsLog:
             metrics: key path -> number. NaN and infinities become null and are counted in `observe/nonfinite_values`.
 
         Raises:
-            DataError: a value is no number, the step does not increase, or the disk refused; the file then still ends
-                with the step before, or where only charts failed with this one.
+            DataError: a value is not a number, the step does not increase, or the disk refused. The file then still
+                ends with the step before, or with this step if only the charts could not be written.
         """
         if self.last_step is not None and step <= self.last_step:
             raise DataError(
@@ -112,7 +112,7 @@ class MetricsLog:
         return len(lines) - len(kept)
 
     def close(self) -> None:
-        """Flush and close everything; a second call does nothing."""
+        """Flush and close everything. A second call does nothing."""
         for sink in self._sinks:
             sink.close()
         self._sinks = []
@@ -127,13 +127,13 @@ class MetricsLog:
         try:
             self.close()
         except OSError:
-            if error is None:  # else it is what ends the run: the same full disk, said better
+            if error is None:  # else that error ends the run, and names the same full disk more clearly
                 raise
 
     def _append(self, line: bytes, step: int) -> None:
         size = os.fstat(self._file.fileno()).st_size
         try:
-            self.path.stat()  # a removed file that is still open takes lines that nobody can read
+            self.path.stat()  # if the file was removed, writing would succeed, but nobody could read the lines
             written = self._file.write(line)
             if written != len(line):
                 raise OSError(f"only {written} of {len(line)} bytes fitted")
@@ -144,7 +144,7 @@ class MetricsLog:
             raise DataError(f"{self.path}: step {step} could not be written, {cause}; {advice}") from error
 
     def _rewrite(self, lines: list[_Line]) -> int | None:
-        """Leave exactly these lines in the file, atomically, if it holds anything else. Returns the last step."""
+        """Make the file hold exactly these lines, atomically. Returns the last step, or None if there are no lines."""
         content = b"".join(line.raw + b"\n" for line in lines)
         if content != self.path.read_bytes():
             durable.replace(self.path, content)
@@ -168,8 +168,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
 
 
 def comparable(metrics: Metrics) -> dict[str, float | None]:
-    """Return the metrics that two runs of the same seed share exactly where they do not generate while they train: all
-    but the keys under `timing/`, `throughput/` and `recovery/`. With overlap counts of groups differ too (metrics.md).
+    """Return the metrics that are equal in two runs of the same seed which do not generate while they train: all except
+    the keys under `timing/`, `throughput/` and `recovery/`. With overlap, counts of groups differ too (metrics.md).
     """
     return {key: value for key, value in metrics.items() if not key.startswith(("timing/", "throughput/", "recovery/"))}
 
@@ -188,7 +188,7 @@ def _record(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _order(key: str) -> list[tuple[int, int, str]]:
-    """Sort paths part by part, numbers by value: difficulty/loss/2 comes before difficulty/loss/10."""
+    """Return a sort key by path parts, with numbers by value: difficulty/loss/2 comes before difficulty/loss/10."""
     return [(0, int(p), "") if p.isascii() and p.isdigit() else (1, 0, p) for p in key.split("/")]
 
 

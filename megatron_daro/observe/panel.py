@@ -1,6 +1,6 @@
-"""What the panel and the plain lines show of a run: its state, and how that is drawn.
+"""The state of a run that the panel and the plain lines show, and how it is drawn.
 
-Missing metrics are drawn as missing, never an error. Text has been made safe by whoever hands it in.
+Missing metrics are drawn as missing, and are never an error. The caller makes texts safe before passing them in.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NO_VALUE = "-"
 
 @dataclass(slots=True)
 class ProgressState:
-    """What the panel needs to know. `active` names the phases that run now, `stages` what the run waits for before its
-    first step."""
+    """The data of the panel. active: returns the phases that run now. stages: what the run waits for before its first
+    step, by name."""
 
     total_steps: int
     rollouts_per_prompt: int
@@ -47,13 +47,13 @@ class ProgressState:
         self.step_ends.append(self.started_at)
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Take in one finished step; values that are no finite number count as missing."""
+        """Take in one finished step; values that are not finite numbers count as missing."""
         self.step = step
         self.stages.clear()
         self.metrics = {k: float(v) for k, v in metrics.items() if v is not None and math.isfinite(v)}
         now = self.clock()
         if len(self.step_ends) == 1 and "timing/step_s" in self.metrics:
-            self.step_ends[0] = now - self.metrics["timing/step_s"]  # what came before was starting processes
+            self.step_ends[0] = now - self.metrics["timing/step_s"]  # the time before was the start of processes
         self.step_ends.append(now)
         if "accuracy/mean" in self.metrics:
             self.accuracy.append(self.metrics["accuracy/mean"])
@@ -76,23 +76,24 @@ class ProgressState:
         return None if self.step_s is None else remaining * self.step_s
 
     def by_bin(self, family: str, bins: Sequence[int]) -> list[float | None]:
-        """`{family}/{k}` for each bin; None where missing."""
+        """Return `{family}/{k}` for each bin; None if missing."""
         return [self.metrics.get(f"{family}/{k}") for k in bins]
 
     def weights(self) -> list[float]:
-        """DARO's weights of the pass rates that were recorded."""
+        """Return DARO's weights of the pass rates that were recorded."""
         weights = self.by_bin("difficulty/weight", range(1, self.rollouts_per_prompt))
         return [w for w in weights if w is not None]
 
     def phase_times(self) -> list[tuple[str, float]]:
-        """(phase, seconds) of the last step, longest first, without those that took less than a hundredth of it."""
+        """Return (phase, seconds) of the last step, longest first, without phases that took less than a hundredth of
+        it."""
         times = [(k.removeprefix("timing/").removesuffix("_s"), self.metrics[k]) for k in phase_keys(self.metrics)]
         least = self.metrics.get("timing/step_s", 0.0) / 100
         return sorted(((n, t) for n, t in times if t > least), key=lambda item: -item[1])
 
 
 def draw_panel(state: ProgressState, width: int) -> Panel:
-    """Return the panel as the state is now, for a terminal of `width` columns."""
+    """Return the panel for the present state, for a terminal of `width` columns."""
     bars = max(3, width // 2 - 8)
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(width=9, style="dim", no_wrap=True)
@@ -104,7 +105,7 @@ def draw_panel(state: ProgressState, width: int) -> Panel:
     grid.add_row("pass rate", _pass_rate_row(state, bars))
     grid.add_row("weights", _weights_row(state, bars))
     grid.add_row("time", "  ".join(f"{name} {_seconds(t)}" for name, t in state.phase_times()) or _NO_VALUE)
-    outer = Table.grid(expand=True)  # a bar alone would not end its line
+    outer = Table.grid(expand=True)  # a bar outside a table would not end its line
     outer.add_row(ProgressBar(total=max(1, state.total_steps), completed=state.step))
     outer.add_row(grid)
     title = Text(state.title or "megatron-daro", style="bold")
@@ -157,7 +158,8 @@ def _weights_row(state: ProgressState, most: int) -> Text:
     weights = state.weights()
     if not weights:
         return Text(_NO_VALUE)
-    # Weights are multiplicative, so heights are logarithmic: centred on their own middle, over at least a factor of 2.
+    # Weights are multiplicative, so heights are logarithmic: centred on the middle of the weights, and spanning a
+    # factor of 2 or more.
     logs = [math.log(max(w, 1e-9)) for w in _merge(weights, most, lambda part: sum(part) / len(part))]
     middle, reach = (max(logs) + min(logs)) / 2, max(math.log(2), max(logs) - min(logs)) / 2
     row = Text.assemble("  ", (_bars(logs, middle - reach, middle + reach), "magenta"))
@@ -167,7 +169,7 @@ def _weights_row(state: ProgressState, most: int) -> Text:
 
 
 def plain_line(state: ProgressState) -> str:
-    """One step as one line of ASCII text, for logs."""
+    """Return one step as one line of ASCII text, for logs."""
     m = state.metrics
     parts = [
         f"step {state.step}/{state.total_steps}",
@@ -191,7 +193,7 @@ def _bars(values: Sequence[float], low: float, high: float) -> str:
 
 
 def _merge(values: Sequence[float], most: int, join: Callable[[Sequence[float]], float]) -> list[float]:
-    """At most `most` values: neighbours are joined, evenly."""
+    """Return at most `most` values, by joining neighbours evenly."""
     if len(values) <= most:
         return list(values)
     edges = [round(i * len(values) / most) for i in range(most + 1)]

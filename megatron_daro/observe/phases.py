@@ -1,7 +1,7 @@
 """Wall time by phase of a step.
 
-Phases may overlap (generation beside training), and one may run in several coroutines or threads at once; its time is
-that during which at least one of them ran, so none exceeds its step.
+Phases may overlap (generation beside training), and a phase may run in several coroutines or threads at once; its time
+is the time during which at least one of them ran, so it never exceeds its step.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 ATTEMPT_VARIABLE = "MEGATRON_DARO_ATTEMPT"
-"""Set by what starts a run again and again: the number of this start, from 1, which goes into the metrics."""
+"""Environment variable with the number of this start, from 1, for the metrics; set by programs that start a run again
+after each end."""
 
 _NO_PHASES = frozenset(
     f"timing/{name}_s" for name in ["step", "forward_backward", "critic", "critic_turns", "sync_send", "to_engine"]
 )
-"""The whole step, and times that are part of a phase's: of train, of logprob, of sync."""
+"""Times that are no phases: that of the whole step, and those that are part of train, logprob or sync."""
 
 
 def phase_keys(keys: Iterable[str]) -> list[str]:
-    """Return the keys of metrics that are times of phases: beside each other, but for `reward`, within `rollout`."""
+    """Return the keys of metrics that are times of phases. None is part of another, except `reward` of `rollout`."""
     return [key for key in keys if key.startswith("timing/") and key.endswith("_s") and key not in _NO_PHASES]
 
 
@@ -45,7 +46,7 @@ class _Stopwatch:
             self.total_s += now - self.opened_at
 
     def take(self, now: float) -> float:
-        """Return the total so far; an open measurement is split here and goes on."""
+        """Return the total so far and begin again at 0; an open measurement is split here and goes on."""
         total = self.total_s
         if self.open_count:
             total += now - self.opened_at
@@ -58,7 +59,7 @@ class Phases:
     """Wall time by phase since the last `collect`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Args: clock: returns seconds and never goes back."""
+        """Begin the first step. Args: clock: returns seconds and never goes back."""
         self._clock = clock
         self._lock = threading.Lock()
         self._watches: dict[str, _Stopwatch] = {}
@@ -67,7 +68,7 @@ class Phases:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Count the time of the `with` body under `timing/{name}_s`, also when the body raises or is cancelled."""
+        """Count the time of the `with` body under `timing/{name}_s`, even if the body raises or is cancelled."""
         with self._lock:
             now = self._clock()
             watch = self._watches.setdefault(name, _Stopwatch())
@@ -82,7 +83,7 @@ class Phases:
                 self._any.leave(now)
 
     def active(self) -> tuple[str, ...]:
-        """Names of the phases that run now, in order of first use."""
+        """Return the names of the phases that run now, in order of first use."""
         with self._lock:
             return tuple(name for name, watch in self._watches.items() if watch.open_count)
 
@@ -90,10 +91,10 @@ class Phases:
         """Close the step and start the next one.
 
         Returns:
-            Seconds: `timing/{name}_s` for every phase ever measured (0.0 where it did not run), `timing/step_s` since
-            the last call, and `timing/other_s`, the part of the step in which no phase ran. A phase that is still
-            running is split: its time so far counts here, the rest in the next step. `timing/attempt` comes along
-            where ATTEMPT_VARIABLE is set.
+            Seconds: `timing/{name}_s` for every phase ever measured (0.0 if it did not run), `timing/step_s` since the
+            last call, and `timing/other_s`, the part of the step in which no phase ran. A phase that is still running
+            is split: its time so far counts here, the rest in the next step. If ATTEMPT_VARIABLE is set, also
+            `timing/attempt`, the number of the start.
         """
         with self._lock:
             now = self._clock()

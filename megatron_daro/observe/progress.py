@@ -2,8 +2,8 @@
 
 The controller calls `step(step, metrics)` once per optimizer step and `notice`/`warn` for messages. On a terminal that
 can draw, a live panel is shown (panel.py, by rich); elsewhere (CI, a log file) each step is one plain line. Messages
-and steps also go to the run's log. Text may hold model output: control characters are made visible and nothing is read
-as markup.
+and steps also go to the run's log. Text may contain model output: control characters are made visible, and nothing is
+interpreted as markup.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ class Progress:
         self._state.step = step
 
     def stage(self, name: str, text: str = "") -> None:
-        """Show what the start waits for; the first step ends every stage.
+        """Show what the run waits for while it starts; the first step ends every stage.
 
         Args:
             name: of the stage; several may run at once.
-            text: what happens; empty ends the stage.
+            text: what happens; an empty text ends the stage.
         """
         if not text:
             self._state.stages.pop(name, None)
@@ -123,7 +123,7 @@ class Progress:
 
     @property
     def width(self) -> int:
-        """Columns that a table may have: those of the terminal, else of a wide log line."""
+        """Columns for a table: those of the terminal, else those of a wide log line."""
         return self._console.width if self._console.is_terminal else _LOG_WIDTH
 
     def notice(self, text: str) -> None:
@@ -131,7 +131,7 @@ class Progress:
         self._message(text, logging.INFO)
 
     def warn(self, text: str) -> None:
-        """Print a warning above the panel; when off, it goes to the logger `megatron_daro`."""
+        """Print a warning above the panel; with mode "off" it only goes to the logger `megatron_daro`."""
         self._message(text, logging.WARNING)
 
     def __enter__(self) -> Progress:
@@ -154,10 +154,10 @@ class Progress:
             self._print(Text(clean))
 
     def _print(self, text: Text) -> None:
-        # A log line stays one line, however narrow rich believes a pipe to be.
+        # A log line stays one line, whatever width rich assumes for a pipe.
         self._console.print(text, soft_wrap=not self._console.is_terminal, highlight=False)
 
     def _encodable(self, text: str) -> str:
-        """Text that the terminal's encoding can express; what it cannot becomes a visible code."""
+        """Return a text that the terminal's encoding can express; other characters become visible codes."""
         encoding = self._console.encoding
         return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -49,7 +49,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Add a session start: TensorBoard then discards what it read of later steps."""
+        """Add a session start, at which TensorBoard discards later steps that it has read."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         start = SessionLog(status=SessionLog.START)
@@ -89,7 +89,7 @@ class WandbSink:
         self._run.log({"step": step, **metrics})
 
     def truncate_after(self, step: int) -> None:
-        """Nothing to do: repeated steps are logged again under the same `step` and the later value is drawn."""
+        """Do nothing: repeated steps are logged again with the same `step`, and wandb draws the later value."""
 
     def close(self) -> None:
         """End the run."""
@@ -97,7 +97,7 @@ class WandbSink:
 
 
 def _wandb_arguments(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `wandb.init`: a run directory that already has a wandb run goes on with it."""
+    """Return the arguments of `wandb.init`, with which a run directory that already has a wandb run continues it."""
     given = {key: value for key, value in settings.items() if value is not None}
     arguments = {"dir": str(run_dir), "name": run_dir.resolve().name} | given
     id_file = run_dir / _WANDB_ID_FILE

@@ -1,4 +1,4 @@
-"""Tables for a terminal, no wider than it or 100 columns; what does not fit beside the rest stands below it."""
+"""Tables for a terminal, no wider than the terminal or 100 columns; columns that do not fit follow in a table below."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _width() -> int:
 
 
 def prose(text: str) -> str:
-    """Return a line broken between its words; what is indented stays so."""
+    """Return a line wrapped between words; an indented line stays indented."""
     indent = " " * (len(text) - len(text.lstrip()) + 2)
     return textwrap.fill(text, _width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
@@ -34,9 +34,9 @@ def table_text(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int)
     """Return a table as text.
 
     Args:
-        head: names of the columns; a long one is broken between its words.
-        rows: cells, none of which is broken.
-        left: columns, from the left, that are not numbers; where the table is cut, the first stands in each part.
+        head: names of the columns; long names are wrapped between words.
+        rows: cells, which are never wrapped.
+        left: how many columns, from the left, are not numbers. If the table is split, each part has the first column.
     """
     width = _width()
     cells = [[safe_text(cell, 60, one_line=True) for cell in row] for row in rows]

@@ -1,4 +1,4 @@
-"""The terminal as commands and runs use it: told in one way, and a run goes on when nobody reads any more."""
+"""The terminal of commands and runs: messages in one form, and a run that goes on when its reader is gone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_daro.observe.logs import safe_text
 
 
 class StderrNotices:
-    """Tells a person on stderr; stdout is for results."""
+    """Prints messages to stderr; stdout is for results."""
 
     def notice(self, message: str) -> None:
         """Print a message."""
@@ -25,10 +25,10 @@ class StderrNotices:
 
 
 class RunConsole(Console):
-    """A console that may lose its reader (`| head`, a closed terminal): the run goes on without one."""
+    """A console that may lose its reader (`| head`, a closed terminal) without ending the run."""
 
     def on_broken_pipe(self) -> None:
-        """Rich would end the program here."""
+        """Go on without output, where rich would end the program."""
         self._go_on_unread("its reader is gone")
 
     def _check_buffer(self) -> None:
@@ -40,7 +40,7 @@ class RunConsole(Console):
     def _go_on_unread(self, why: str) -> None:
         self.quiet = True
         with suppress(OSError, ValueError), Path(os.devnull).open("wb") as null:
-            os.dup2(null.fileno(), self.file.fileno())  # what is buffered would fail again at the end
+            os.dup2(null.fileno(), self.file.fileno())  # writing the buffered rest at exit would fail again
         with suppress(OSError):
             print(
                 f"warning: stdout cannot be written ({why}); the run goes on, its numbers are in metrics.jsonl",

@@ -46,7 +46,7 @@ MOST_REASON = 40
 
 
 def verdict_fault(verdict: object) -> tuple[str, str] | None:
-    """Return why what a user's code returned is no usable verdict: what was got, and what is allowed. None: it is."""
+    """Return what is wrong with the verdict of a user's code: what was got, and what is allowed. None: it is usable."""
     if not isinstance(verdict, Verdict):
         return f"a {type(verdict).__name__}", "megatron_daro.types.Verdict"
     if not isinstance(verdict.correct, bool):
@@ -71,8 +71,8 @@ class Verifier(Protocol):
         MemoryError: `memory`), but a RewardError ends the run.
 
         Args:
-            answer_text: the response, with the <think> that its prompt ended with; of a template with tags what
-                they hold, in a box. gold: one right answer. statement: the problem's own text.
+            answer_text: the response, with the <think> that its prompt ended with; with a tagged template what the tags
+                hold, in a box. gold: one right answer. statement: the problem's own text.
 
         Returns: `correct` decides the pass rate; `reward`, any finite number, the advantage; `reason` a short word.
         """
@@ -114,8 +114,8 @@ class VerifierSpec:
 
     name: a key of OPTIONS, or module:Class. strict: accept only the agreed answer form (math: `\\boxed`; integer:
     `Answer:` line; exact: the marker). marker: what stands before the answer, `exact` only. limits: `math` only.
-    after_thinking: only what stands behind the thinking is an answer.
-    options: keyword arguments of the constructor, module:Class only (`reward.options` of the others are fields here).
+    after_thinking: only what follows the thinking is an answer. options: keyword arguments of the constructor,
+    module:Class only (`reward.options` of the others are fields here).
     """
 
     name: str = "math"
@@ -160,9 +160,9 @@ class VerifierSpec:
             )
 
     def answer_part(self, text: str) -> str:
-        """Return the part of a response in which its answer may stand.
+        """Return the part of a response that may hold its answer.
 
-        With `after_thinking` that is what follows the last `</think>` (or other tag of THINKING_TAGS), nothing where
+        With `after_thinking` that is what follows the last `</think>` (or other tag of THINKING_TAGS), nothing if
         thinking was begun and did not end, and all of a response without these tags.
         """
         return behind_thinking(text) if self.after_thinking else text

@@ -2,7 +2,7 @@
 
 Forms: the last box (`boxed.py`), the last `Answer:` line, text after a marker, a trailing number. Every function is
 linear in the length of the text and never raises; None means that the form is not there, nothing is guessed.
-`ExactVerifier` compares characters behind a marker (`####` as in GSM8K): `18` is not `18.0`. `IntegerVerifier` follows
+`ExactVerifier` compares characters after a marker (`####` as in GSM8K): `18` is not `18.0`. `IntegerVerifier` follows
 DAPO's rule (arXiv 2503.14476): the last `Answer:` line, normalized and compared as an integer; golds that are not
 integers are rejected (`gold_unparsed`).
 """
@@ -32,8 +32,8 @@ def trailing_number(text: str) -> str | None:
 
 
 def last_answer_line(text: str) -> str | None:
-    """Return what stands behind the last `Answer:` (any case, also in bold): the rest of its line, or the next
-    line where nothing is left on it.
+    """Return what follows the last `Answer:` (any case, also in bold): the rest of its line, or the next line if that
+    is empty.
 
     Source: the rule of DAPO (arXiv 2503.14476, section 3.4): the prompt asks for a last line `Answer: $Answer`.
     """
@@ -43,7 +43,7 @@ def last_answer_line(text: str) -> str | None:
 
 
 def after_marker(text: str, marker: str) -> str | None:
-    """Return what stands behind the last `marker` up to the end of its line; None when the marker is not there."""
+    """Return what follows the last `marker` up to the end of its line; None when the marker is not there."""
     start = text.rfind(marker)
     if start < 0:
         return None
@@ -51,7 +51,7 @@ def after_marker(text: str, marker: str) -> str | None:
 
 
 class ExactVerifier:
-    """Text behind the last marker equals the gold, surrounding white space aside.
+    """Judges whether the text after the last marker equals the gold, apart from surrounding white space.
 
     A gold that itself contains the marker (GSM8K's own layout) is cut the same way. Lenient mode takes the whole
     answer text when the marker is missing.
@@ -74,11 +74,11 @@ class ExactVerifier:
         return self._spec.verdict(answer == gold_answer, "match" if answer == gold_answer else "no_match")
 
     def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict:
-        """All of it is cheap."""
+        """Compare at once: all of it is cheap."""
         return self.verify(answer_text, gold)
 
     def gold_problem(self, gold: str) -> str | None:
-        """`gold_not_text`, `gold_empty`, or None for a usable gold."""
+        """Return `gold_not_text`, `gold_empty`, or None for a usable gold."""
         refused = check_text(self._spec, "", gold)
         if refused is not None:
             return refused.reason
@@ -102,7 +102,7 @@ _INTEGER = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?")
 
 
 def normalise_integer(text: str) -> str | None:
-    """Return the integer a short text writes, as canonical decimal text; None when it writes none.
+    """Return the integer that a short text stands for, as canonical decimal text; None when it stands for none.
 
     Takes the right side of a last `=`; drops dollar signs, bold marks, LaTeX wrappers and spaces, thousands commas,
     a leading plus, leading zeros, a decimal part of zeros and a final full stop.
@@ -143,18 +143,18 @@ class IntegerVerifier:
         return self._spec.verdict(value == gold_value, "match" if value == gold_value else "no_match")
 
     def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict:
-        """All of it is cheap."""
+        """Compare at once: all of it is cheap."""
         return self.verify(answer_text, gold)
 
     def gold_problem(self, gold: str) -> str | None:
-        """`gold_not_text`, `gold_empty`, `gold_unparsed`, or None for a usable gold."""
+        """Return `gold_not_text`, `gold_empty`, `gold_unparsed`, or None for a usable gold."""
         refused = check_text(self._spec, "", gold)
         if refused is not None:
             return refused.reason
         return None if normalise_integer(gold) is not None else "gold_unparsed"
 
     def answer_of(self, answer_text: str) -> str | None:
-        """Return the final answer as an integer's text (as it stands, where it is no integer); None where none is."""
+        """Return the final answer as an integer's text (as it stands, if it is no integer); None if there is none."""
         extracted = self._extract(answer_text)
         return (normalise_integer(extracted) or extracted) if extracted else None
 

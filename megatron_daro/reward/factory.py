@@ -1,8 +1,8 @@
 """Makes verifiers by name: those of this package, and a user's own (`reward.verifier: module:Class`).
 
-This is the one file that knows all verifiers; it loads no algebra system. In a run the object of a user's class exists
+This is the only file that knows all verifiers; it loads no algebra system. In a run the object of a user's class exists
 in worker processes only, under their limits of time and memory, and what it returns is checked; other processes import
-its class only to look at it. Unknown names are rejected by VerifierSpec.
+its class only to inspect it. Unknown names are rejected by VerifierSpec.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def own_verifier_class(name: str, options: Mapping[str, Any]) -> type[Verifier]:
 
 
 class OwnVerifier:
-    """The stages of a user's verifier: nothing is screened, all is judged in a worker."""
+    """The stages of a user's verifier: only what is not text is screened, the rest is judged in a worker."""
 
     def __init__(self, spec: VerifierSpec) -> None:
-        """Make nothing of the user's yet."""
+        """Do not make the user's object yet."""
         self._spec = spec
         self._verifier: Verifier | None = None
 
@@ -75,7 +75,7 @@ class OwnVerifier:
         return self.verify(job.answer, job.gold, job.statement)
 
     def gold_problem(self, gold: object) -> str | None:
-        """`gold_not_text`, or None: what else a gold may be is the user's to say."""
+        """Return `gold_not_text`, or None: what else a gold may be is for the user's class to say."""
         return None if isinstance(gold, str) else "gold_not_text"
 
     def answer_of(self, answer_text: str) -> str | None:
@@ -84,10 +84,10 @@ class OwnVerifier:
 
 
 Judge = MathVerifier | OwnVerifier
-"""Decides in two stages: `screen` is linear in the text, so that most answers never need a worker process, and `judge`
-runs in one."""
+"""Verifiers in two stages: `screen` is linear in the text, so that most answers never need a worker process, and
+`judge` runs in one."""
 AnyVerifier = Judge | IntegerVerifier | ExactVerifier
-"""`answer_of` is what each reads as the final answer; `screen` of those without `judge` decides everything."""
+"""`answer_of` returns what each reads as the final answer; in those without `judge`, `screen` decides everything."""
 _CLASSES: dict[str, type[AnyVerifier]] = {"math": MathVerifier, "integer": IntegerVerifier, "exact": ExactVerifier}
 
 

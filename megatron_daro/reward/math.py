@@ -1,11 +1,11 @@
 """Mathematical answers: extraction, pre-filter, outer shape, then math-verify for the leaves.
 
 `screen` runs in the calling process, cheap and bounded, and yields a Verdict or a Job; `judge`, which a run calls in a
-worker process, decides the job; it and `gold_problem` import math-verify and sympy. Units and words behind a value are
-cut off where they are only that; words that scale a number (`million`) are a factor, those that hedge (`maybe not`) or
-join (`or six`) make another value, or none. An answer that merely restates the problem, such as the unevaluated sum it
-asks for, is refused before any comparison, since an algebra system would do the missing work; what the gold itself
-contains is never refused.
+worker process, decides the job; it and `gold_problem` import math-verify and sympy. Units and words after a value are
+cut off if they do not change it; words that scale a number (`million`) are a factor, and those that hedge (`maybe not`)
+or join (`or six`) make it another value, or none. An answer that merely restates the problem, such as the unevaluated
+sum it asks for, is refused before any comparison, since an algebra system would do the missing work; what the gold
+itself contains is never refused.
 
 Rejects golds that are empty or not text (`gold_empty`, `gold_not_text`). A gold that the grammar does not take is
 matched literally, and a mismatch then says `gold_unparsed`.
@@ -92,7 +92,7 @@ def unit(text: str) -> str | None:
 
 
 def changes_value(text: str) -> bool:
-    """Whether the words behind a value are more than a unit: too many, or one that hedges, joins or scales."""
+    """Whether the words after a value are more than a unit: too many, or one that hedges, joins or scales."""
     match = _UNIT.search(text)
     if match is None or not text[: match.start()].strip():
         return False
@@ -133,8 +133,8 @@ def unevaluated(answer: str, gold: str) -> bool:
     """Whether a canonical answer holds an operator that the canonical gold does not.
 
     Sums, products, integrals, limits, derivatives, extrema, gcd and lcm, determinants, remainders, floors always;
-    binomials, factorials, logarithms and trigonometric functions where the gold is one exact value without them. Of
-    `S = 5050` only what stands behind the last sign counts.
+    binomials, factorials, logarithms and trigonometric functions where the gold is one exact value without them. Only
+    what follows the last `=` counts.
     """
     if _unsolved(answer, gold):
         return True
@@ -161,7 +161,7 @@ def _solved(relation: re.Pattern[str], text: str) -> bool:
 
 
 def _plain_names(text: str) -> str:
-    """`\\operatorname{gcd}` is `\\gcd`."""
+    """Write `\\operatorname{gcd}` as `\\gcd`."""
     return _NAME_WRAPPER.sub(lambda m: f"\\{m.group(1)} ", text)
 
 
@@ -194,7 +194,7 @@ class MathVerifier:
         Args:
             answer_text: what the model wrote, whole.
             gold: the gold answer, not wrapped.
-            statement: not read; verifiers of a user's own have it.
+            statement: not read; a user's own verifier gets it.
 
         Returns: a verdict, or the pair for `judge`.
         """
@@ -220,7 +220,7 @@ class MathVerifier:
         return self._spec.verdict(outcome == "match", outcome)
 
     def gold_problem(self, gold: str) -> str | None:
-        """`gold_not_text`, `gold_empty`, `gold_unparsed` (matched literally only), or None for a usable gold."""
+        """Return `gold_not_text`, `gold_empty`, `gold_unparsed` (matched literally only), or None for a usable gold."""
         from megatron_daro.reward.symbolic import parsed
 
         refused = check_text(self._spec, "", gold)
@@ -250,7 +250,7 @@ class MathVerifier:
         return boxed if boxed or self._spec.strict else trailing_number(text)
 
     def _quick(self, found: str, gold: str) -> str | None:
-        """Outcome of an extracted answer where no algebra is needed to know it, else None."""
+        """Return the outcome of an extracted answer if no algebra is needed to know it, else None."""
         too_much = refusal(found, self._spec.limits)
         if too_much is not None:
             return "match" if found.strip() == gold.strip() else too_much
@@ -269,7 +269,7 @@ def _last_box_or_all(gold: str) -> str:
 
 
 def quick_equal(gold: str, answer: str) -> str | None:
-    """Outcome for two canonical texts when it needs no parsing, else None."""
+    """Return the outcome for two canonical texts if it needs no parsing, else None."""
     if key(gold) == key(answer):
         return "match"
     if not answer:
@@ -305,7 +305,7 @@ def _bases(text: str) -> list[tuple[str, str]]:
 
 
 def compare(gold: str, answer: str, depth: int) -> str:
-    """Outcome for two canonical texts: by shape, and leaf by leaf.
+    """Compare two canonical texts by shape, and leaf by leaf.
 
     Args:
         gold, answer: canonical texts.
@@ -344,7 +344,8 @@ def compare(gold: str, answer: str, depth: int) -> str:
 
 
 def _paired_shapes(gold: str, answer: str) -> tuple[Shape, Shape]:
-    """Shapes of both; `S = \\{1,2\\}` and `(x,y) = (1,2)` lose their names unless the names differ in order."""
+    """Return both shapes. `S = \\{1,2\\}` and `(x,y) = (1,2)` lose their names, but not if the gold names a tuple and
+    the answer has another name."""
     gold_named, answer_named = named_value(gold), named_value(answer)
     if gold_named and answer_named and key(gold_named[0]) != key(answer_named[0]) and "," in gold_named[0]:
         return Shape("leaf", gold), Shape("leaf", answer)
@@ -360,7 +361,7 @@ def _compare_ordered(gold: Sequence[str], answer: Sequence[str], depth: int) -> 
 
 
 def _compare_unordered(gold: Sequence[str], answer: Sequence[str], depth: int) -> str:
-    """Each gold item needs an answer item of its own. Equal text first: the rest is quadratic."""
+    """Match each gold item with an answer item of its own. Equal texts come first, since the rest is quadratic."""
     left = list(answer)
     unmatched = []
     for item in gold:
@@ -383,7 +384,7 @@ def _compare_unordered(gold: Sequence[str], answer: Sequence[str], depth: int) -
 
 
 def _compare_named(gold: Shape, answer: Shape, depth: int) -> str | None:
-    """Outcome where a side is `x=2, y=12`: by name, or as the coordinates (2,12); None for other forms."""
+    """Return the outcome if a side is `x=2, y=12`: by name, or as the coordinates (2,12); None for other forms."""
     gold_named = assignments(gold.items) if gold.kind == "list" else None
     answer_named = assignments(answer.items) if answer.kind == "list" else None
     if gold_named and answer_named:
@@ -411,13 +412,13 @@ def _compare_leaves(gold: str, answer: str) -> str:
     if gold_unit and answer_unit and gold_unit != answer_unit:
         return "no_match"
     gold, answer = without_unit(gold), without_unit(answer)
-    # Algebra takes a time of day for a ratio, and 12:00 for a division by 0.
+    # The algebra system reads a time of day as a ratio, and 12:00 as a division by 0.
     return "match" if key(gold) == key(answer) else equal(gold, answer)
 
 
 def _compare_chain(gold: str, parts: Sequence[str]) -> str:
-    """Return an answer such as `x=5` or `2^3=8` for a gold that is no equation: the last part, if the numbers before
-    agree."""
+    """Compare an answer such as `x=5` or `2^3=8` with a gold that is no equation: its last part counts, if the numbers
+    before it agree."""
     *before, value = [part for part in parts if part] or [""]
     if before and is_name(value) and not is_name(before[0]):
         before, value = [value], before[0]

@@ -91,8 +91,8 @@ _SYNONYMS = (
 
 
 def canonical(text: str) -> str:
-    """One notation for the same answer: delimiters, sizes and spaces of LaTeX gone; e-notation, numpy calls, floats
-    such as `1.` and thousands separators rewritten.
+    """Write an answer in one notation: without LaTeX's delimiters, sizes and spaces; e-notation, numpy calls, floats
+    such as `1.` and thousands separators are rewritten.
 
     Args:
         text: content of a box, or a gold.
@@ -119,7 +119,7 @@ def canonical(text: str) -> str:
 
 
 def _alternatives(text: str) -> str:
-    """Write the `\\lor` between equations or inequalities in words; between statements it is one of logic."""
+    """Write the `\\lor` between equations or inequalities as a word; between statements it is logic, and stays."""
     parts = _ALTERNATIVE.split(text)
     return " \\text{ or } ".join(parts) if len(parts) > 1 and all(map(_RELATION.search, parts)) else text
 
@@ -142,13 +142,13 @@ def _ascii(char: str) -> str:
 
 
 def _braced_fraction(match: re.Match[str]) -> str:
-    """`\\frac\\pi3` with the braces that LaTeX does not need."""
+    """Write `\\frac\\pi3` with the braces that LaTeX does not need."""
     above, below = (part.removeprefix("{").removesuffix("}") for part in match.groups())
     return f"\\frac{{{above}}}{{{below}}}"
 
 
 def _in_radians(text: str) -> str:
-    """Write degrees in the argument of a trigonometric function as the angle they are; elsewhere they are a unit."""
+    """Write degrees in the argument of a trigonometric function in radians; elsewhere they are a unit."""
     parts, done = [], 0
     for match in _TRIGONOMETRIC.finditer(text):
         start = match.end()
@@ -162,7 +162,8 @@ def _in_radians(text: str) -> str:
 
 
 def _end_of_brackets(text: str, start: int) -> int:
-    """Return the index behind what the bracket at `start` encloses; `start` where none is, or none closes it."""
+    """Return the index after the bracket that closes the one at `start`; `start` if there is none, or it is not
+    closed."""
     depth = 0
     for index in range(start, len(text)):
         depth += (text[index] in "({[") - (text[index] in ")}]")
@@ -172,7 +173,7 @@ def _end_of_brackets(text: str, start: int) -> int:
 
 
 def _repeating_decimal(match: re.Match[str]) -> str:
-    """`0.1\\overline{36}` as the fraction it is: (136 - 1) / 990."""
+    """Write `0.1\\overline{36}` as the fraction that it is: (136 - 1) / 990."""
     whole, fixed, period = match.group(1), match.group(2), match.group(3) or match.group(4)
     if len(whole + fixed + period) > _MAX_PERIOD:
         return match.group()
@@ -181,8 +182,8 @@ def _repeating_decimal(match: re.Match[str]) -> str:
 
 
 def key(text: str) -> str:
-    """Text by which equal canonical forms are recognised without parsing: no spaces (but between digits), no braces
-    around single characters, one spelling of text wrappers.
+    """Return a text by which equal canonical forms are recognised without parsing: no spaces (except between digits),
+    no braces around single characters, one spelling of text wrappers.
 
     Two answers with the same key are the same LaTeX, so the same answer; the reverse does not hold.
     """
@@ -216,7 +217,7 @@ _CHOICE = re.compile(
 def without_choices(gold: str, answer: str) -> tuple[str, str]:
     """Return what is to be compared where a side is a choice with its value, as `\\textbf{(C)} 14`.
 
-    Letters where both sides have one and they differ, or one side is a letter alone; else the values.
+    The letters, if both sides have one and these differ or one side is a letter alone; else the values.
 
     Args:
         gold, answer: canonical texts.
@@ -236,7 +237,7 @@ def value_of_choice(text: str) -> str:
 
 
 def _choice(text: str) -> tuple[str, str | None]:
-    """Letter and value of a labelled choice; no letter and no value where it is none."""
+    """Return letter and value of a labelled choice; an empty letter and None if it is none."""
     match = _CHOICE.match(text)
     if match is None:
         return "", None
@@ -307,7 +308,7 @@ def is_name(text: str) -> bool:
 
 
 def assignments(parts: tuple[str, ...]) -> dict[str, str] | None:
-    """name -> value of parts such as `x=2` and `y=12`; None unless each part has a name of its own."""
+    """Return name -> value of several parts such as `x=2` and `y=12`; None unless each has a name of its own."""
     values: dict[str, str] = {}
     for part in parts:
         sides = chain(part)
@@ -324,7 +325,7 @@ def in_order(named: dict[str, str]) -> tuple[str, ...]:
 
 
 def as_union(text: str) -> str | None:
-    """`x<0 or x>3` as a union of intervals; None for anything else."""
+    """Write `x<0 or x>3` as a union of intervals; None for anything else."""
     parts = _OR.split(text)
     intervals = [_interval(part) for part in parts]
     return " \\cup ".join(part for part in intervals if part) if len(parts) > 1 and all(intervals) else None

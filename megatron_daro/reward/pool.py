@@ -62,7 +62,7 @@ class RewardPool(WorkerPool):
         return cls(VerifierSpec.of_section(section), section.workers, section.timeout_s, section.memory_mib)
 
     def score(self, pairs: Sequence[tuple[Any, ...]]) -> list[Verdict]:
-        """Verdicts of (answer text, gold) or (answer text, gold, statement) tuples, in their order.
+        """Return the verdicts of (answer text, gold) or (answer text, gold, statement) tuples, in their order.
 
         Args:
             pairs: what is not text gives the reason `not_text` or `gold_not_text`. No text raises: a fault of the
@@ -75,12 +75,12 @@ class RewardPool(WorkerPool):
         return self._verdicts(screened, dict(zip(jobs, self._ask_all(list(jobs.values())), strict=True)))
 
     async def score_async(self, pairs: Sequence[tuple[Any, ...]]) -> list[Verdict]:
-        """`score` without blocking the event loop, or a thread while workers judge."""
+        """Score like `score`, without blocking the event loop, or a thread while workers judge."""
         screened, jobs = await asyncio.to_thread(self._screened, pairs)
         return self._verdicts(screened, dict(zip(jobs, await self.ask_each(list(jobs.values())), strict=True)))
 
     def check_golds(self, golds: Sequence[Any]) -> dict[int, str]:
-        """Which golds are unusable or can only be matched literally; to be reported before a run.
+        """Return which golds are unusable or can only be matched literally, to be reported before a run.
 
         Returns: index -> `gold_empty`, `gold_not_text`, `gold_unparsed` (or `timeout`, `memory`, `crash`).
         """
@@ -96,7 +96,7 @@ class RewardPool(WorkerPool):
         return dict(sorted(problems.items()))
 
     def _screened(self, pairs: Sequence[tuple[Any, ...]]) -> tuple[list[Verdict | Job], dict[Job, dict[str, Any]]]:
-        """Return what is known of each pair, and the request of each job, in order."""
+        """Return the verdict or job of each pair, in order, and the request of each distinct job."""
         self.start()
         screened = [self._screen(*pair) for pair in pairs]
         return screened, {item: {"kind": "judge", **asdict(item)} for item in screened if isinstance(item, Job)}

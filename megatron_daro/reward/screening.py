@@ -1,8 +1,8 @@
 """The cheap pre-filter: refuses answers that would keep a computer algebra system busy for minutes.
 
-Runs in the calling process, linear in the text, and parses nothing. It only saves throughput; the guard is the hard
-limits of the worker. The outer shape of an answer (tuple, interval, set, list, column vector, or a leaf) is split
-here too, because brackets carry meaning that the algebra system drops: (6,5) is not [6,5], and (1,3) is not 1,3.
+Runs in the calling process, linear in the text, and parses nothing. It only saves time; the guard is the hard limits of
+the worker. The outer shape of an answer (tuple, interval, set, list, column vector, or a leaf) is split here too,
+because brackets carry meaning that the algebra system drops: (6,5) is not [6,5], and (1,3) is not 1,3.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def shape_of(text: str) -> Shape:
 
 
 def is_region(text: str) -> bool:
-    """Whether a text may describe a set of numbers in words of order or set algebra, as `2 \\leq x \\leq 5`."""
+    """Whether a text may describe a set of numbers in terms of order or set algebra, as `2 \\leq x \\leq 5`."""
     return _REGION.search(text) is not None
 
 
 def named_value(text: str) -> tuple[str, str] | None:
-    """(name, value) of `S = \\{...\\}`, `x \\in [..]`, `(x, y) = (1, 2)`; None for anything else."""
+    """Return (name, value) of `S = \\{...\\}`, `x \\in [..]`, `(x, y) = (1, 2)`; None for anything else."""
     match = _NAMED.fullmatch(text)
     if match is None or _enclosed(match.group("value").strip()) is None:
         return None
@@ -95,7 +95,7 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def _enclosed(text: str) -> tuple[Kind, str] | None:
-    """Kind and content when one pair of brackets encloses the whole text."""
+    """Return kind and content if one pair of brackets encloses the whole text, else None."""
     first = _TOKEN.match(text)
     if first is None or first.group() not in _OPENERS:
         return None
@@ -113,7 +113,7 @@ def _enclosed(text: str) -> tuple[Kind, str] | None:
 
 
 def _split(text: str) -> list[str]:
-    """Parts between commas (or semicolons) that stand outside all brackets."""
+    """Return the parts between commas (or semicolons) that are outside all brackets."""
     parts, depth, begin = [], 0, 0
     for match in _TOKEN.finditer(text):
         token = match.group()
@@ -126,7 +126,7 @@ def _split(text: str) -> list[str]:
 
 
 def _expand_signs(parts: list[str]) -> tuple[str, ...]:
-    """Return the parts, `a \\pm b` as two values."""
+    """Return the parts, with `a \\pm b` as two values."""
     expanded: list[str] = []
     for part in parts:
         if part.count("\\pm") == 1 and "\\mp" not in part:
@@ -149,13 +149,13 @@ _OPEN_ROUND, _CLOSE_ROUND = "([", ")]"
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*\{([^{}]*)\}|\\choose")
 _DIGITS = re.compile(r"\d+")
 _POWER = re.compile(r"\^|\*\*")
-# Bounds end here, so that a limit of 10^300 means no limit.
+# Bounds are capped here, so that a limit of 10^300 means no limit.
 _LARGEST_LOG10 = 300.0
 _PLAIN_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 def refusal(text: str, limits: ScreenLimits) -> str | None:
-    """Why an extracted answer is refused unparsed.
+    """Return why an extracted answer is refused unparsed.
 
     Args:
         text: the extracted answer.
@@ -195,7 +195,7 @@ def _too_nested(text: str, limits: ScreenLimits) -> bool:
 def _operand(text: str, start: int) -> str:
     """Return the exponent that begins at `start`: a bracketed group without its brackets, or a run up to an operator.
 
-    A power behind the exponent belongs to it, as in 9^9^9.
+    A power that follows the exponent belongs to it, as in 9^9^9.
     """
     while start < len(text) and text[start] in " -+":
         start += 1
@@ -220,7 +220,7 @@ def _too_big(text: str, start: int, limits: ScreenLimits) -> bool:
 
 
 def _log10_bound(text: str, levels: int) -> float:
-    """log10 of a generous bound on the value of a small numeric expression; symbols count as 1.
+    """Return log10 of a generous bound on the value of a small numeric expression; symbols count as 1.
 
     Sums and products are bounded by the product of their numbers, a power by base bound times exponent bound.
     Infinite when powers stand in exponents more than `levels` deep.
@@ -252,7 +252,8 @@ def _log10_bound(text: str, levels: int) -> float:
 
 
 def _factorial_too_big(text: str, limits: ScreenLimits) -> bool:
-    """n! with n above the limit, or a factorial of a power, a product or another factorial of numbers."""
+    """Whether a text has n! with n above the limit, or a factorial of too large an expression or of another factorial,
+    or one in an exponent."""
     for match in re.finditer("!", text):
         before = text[: match.start()].rstrip()
         if before.endswith("!"):

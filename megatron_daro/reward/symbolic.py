@@ -1,8 +1,8 @@
 """Equality of two leaves by math-verify, with the gold always wrapped in `\\boxed{}` and always first.
 
-Pairs of canonical texts -> outcome. A run has it in worker processes only: time
-and memory are bounded there, not here (math-verify's own time-outs use signals and are switched off).
-Refuses what the algebra system would wrongly accept: floats that agree only because both are tiny.
+Pairs of canonical texts -> outcome. A run uses it in worker processes only: time and memory are bounded there, not here
+(math-verify's own time-outs use signals and are switched off). Refuses what the algebra system would wrongly accept:
+floats that agree only because both are tiny.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ RELATIVE_TOLERANCE = 1e-5
 _CACHE_ENTRIES = 4096
 # Wider than any rounding math-verify accepts (6 decimals, or the relative tolerance above).
 _SURE_DIFFERENCE = 1e-3
-# math-verify compares decimals at these digits, and takes what is smaller than the other for 0 within sets.
+# math-verify compares decimals with this many digits, and within sets takes what is smaller than _ROUNDED_AWAY for 0.
 _DIGITS_OF_DECIMALS = 15
 _ROUNDED_AWAY = 1e-6
 _FEWEST_DIGITS = 100
-# More take longer than a verdict may.
+# More digits take longer than a verdict may.
 _MOST_DIGITS = 100_000
 _FEWEST_BITS = 10
 # sin(tan x) and tan(sin x) differ by x^7 only: both sides, two functions deep.
@@ -73,7 +73,7 @@ _MARKED = re.compile(
     r"\^\s*\{?\s*(?:T|\\top|\\intercal|\\dagger|\\prime|\\(?:mathrm|mathsf|text)\s*\{\s*T\s*\})(?![a-zA-Z])|'"
 )
 _NO_VALUE = (AppliedUndef, Derivative, Integral, Limit)
-# units=False: math-verify takes the m of 6m for metres and drops it. Units are cut before, where they are text.
+# units=False: else math-verify takes the m of 6m for metres and drops it. Units that are text are cut before.
 _NORMALISATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
 _EXTRACTION = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_NORMALISATION)]
 
@@ -166,7 +166,7 @@ def _says_nothing(value: Basic) -> bool:
 
 
 def _symbol_pair(gold: Basic, answer: Basic) -> tuple[Basic, Basic]:
-    """math-verify compares a lone symbol by name only: evaluate the other side first, so that x + 0 and 1.0 x are x."""
+    """Evaluate the side opposite a lone symbol, which math-verify compares by name only: x + 0 and 1.0 x are x."""
     if isinstance(gold, Symbol) and isinstance(answer, Expr):
         return gold, gold if (answer.doit() - gold) == 0 else answer.doit()
     if isinstance(answer, Symbol) and isinstance(gold, Expr):
@@ -175,9 +175,9 @@ def _symbol_pair(gold: Basic, answer: Basic) -> tuple[Basic, Basic]:
 
 
 def _verified(gold: Basic, answer: Basic) -> bool:
-    """Ask math-verify, which takes differences below its precision for none.
+    """Ask math-verify, which ignores differences below its precision.
 
-    So exact values get as many digits as decide, and small decimals in a set, a relation or a matrix are taken as the
+    So exact values get enough digits to decide, and small decimals in a set, a relation or a matrix are taken as the
     exact values that they write.
     """
     decimals = gold.atoms(Float) | answer.atoms(Float)
@@ -197,14 +197,14 @@ def _verified(gold: Basic, answer: Basic) -> bool:
 
 
 def _summed(value: Basic) -> Basic:
-    """Return a value with its sums, products and factorials worked out, since what they add may be tiny."""
+    """Return a value with its sums, products and factorials worked out, since their contribution may be tiny."""
     return value.doit() if value.has(Sum, Product, CombinatorialFunction) and not value.has(*_NO_VALUE) else value
 
 
 def _with_imaginary_unit(value: Basic) -> Basic:
-    """Put the imaginary unit where the grammar has a symbol i that counts nothing (as in a sum over i does).
+    """Put the imaginary unit where the grammar has a symbol i that is not an index (as in a sum over i).
 
-    Where an i stands the grammar takes no symbol of the text for real, also where i only counts.
+    If a text has an i, the grammar takes none of its symbols for real, even if i is only an index.
     """
     free_i = next((symbol for symbol in value.free_symbols if symbol.name == "i"), None)
     if free_i is not None and not value.has(ExprWithLimits):
@@ -218,10 +218,10 @@ def _with_imaginary_unit(value: Basic) -> Basic:
 
 
 def _same_number(gold: Expr, answer: Expr) -> bool | None:
-    """Whether two exact numbers are equal: rational ones exactly, others to so many digits that nothing in them is
+    """Whether two exact numbers are equal: rational ones exactly, others with so many digits that nothing in them is
     rounded away.
 
-    None where one is no exact number or has no value. Raises _TooManyDigitsError.
+    None if one is no exact number or has no value. Raises _TooManyDigitsError.
     """
     for value in (gold, answer):
         if not isinstance(value, Expr) or value.free_symbols or value.has(Float, *_NO_VALUE):
@@ -241,7 +241,7 @@ def _same_number(gold: Expr, answer: Expr) -> bool | None:
 
 
 def _digits_of(*values: Basic) -> int:
-    """How many digits tell two values apart, whatever in them is tiny, huge or close to a limit.
+    """Return how many digits tell two values apart, whatever in them is tiny, huge or close to a limit.
 
     Raises _TooManyDigitsError.
     """
@@ -252,8 +252,8 @@ def _digits_of(*values: Basic) -> int:
 
 
 def _size(value: Basic | MatrixBase) -> float:
-    """Return a generous bound on |log10| of every number that can be built of a value's parts: of itself, of what it
-    lacks to a limit (`\\tanh 100` to 1), and of the first terms of a series around it (`\\sin x` to x)."""
+    """Return a generous bound on |log10| of every number that can be built of a value's parts: of itself, of its
+    distance from a limit (`\\tanh 100` from 1), and of the first terms of a series around it (`\\sin x` around x)."""
     if isinstance(value, MatrixBase):
         return sum(map(_size, value.flat()))
     if isinstance(value, Rational):
@@ -274,7 +274,7 @@ def _size(value: Basic | MatrixBase) -> float:
 
 
 def _magnitude(value: Basic) -> float:
-    """Return the size of a number, 0 for what has none."""
+    """Return the absolute value of a number, 0 for what is none or infinite. Raises _TooManyDigitsError."""
     if value.free_symbols or not isinstance(value, Expr) or value.is_infinite:
         return 0.0
     size = _size(value)
@@ -308,7 +308,8 @@ def _differ_as_floats(gold: Basic, answer: Basic) -> bool:
 
 
 def _apart(gold: Expr, answer: Expr, tolerance: float) -> bool:
-    """Whether two values at one point differ by more than this, relative to the larger. Sizes never underflow."""
+    """Whether two values at one point differ by more than `tolerance`, relative to the larger. Sizes never
+    underflow."""
     if gold.has(*_NO_VALUE) or answer.has(*_NO_VALUE):
         return False
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)

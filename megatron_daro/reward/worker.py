@@ -32,7 +32,7 @@ _WARM_UP = (
     r"10 \%",
     r"5 \text{ cm}",
 )
-# Modules that sympy loads at its first simplification, solution and set comparison must not count as an answer's time.
+# The modules that sympy loads at its first simplification, solution and set comparison must not cost an answer's time.
 _WARM_UP_PAIRS = (("x^2+2x+1", "(x+1)^2"), ("[2,5]", r"2 \leq x \leq 5"), ("y=2x+3", "2x-y+3=0"))
 
 
@@ -42,7 +42,7 @@ def spec_from(fields: dict[str, Any]) -> VerifierSpec:
 
 
 def _answer(verifier: Judge, request: dict[str, Any]) -> dict[str, Any]:
-    """One reply. Outcomes are words; rewards are added from them by the pool, but for those of a user's verifier."""
+    """Return the reply. Outcomes are words, from which the pool makes the rewards; a user's verifier gives its own."""
     if request["kind"] == "gold":
         return {"reason": verifier.gold_problem(request["gold"]) or "usable"}
     verdict = verifier.judge(Job(request["answer"], request["gold"], request["statement"]))

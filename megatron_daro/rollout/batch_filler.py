@@ -1,8 +1,8 @@
-"""Fills a batch: begins groups and takes in those that end, until the batch is complete. When that is, how many begin,
-and which of them are one call of the engine is decided in `filling.py`; a batch trains at most `prompts_per_batch`
-groups however it was filled (sampler.py).
+"""Fills a batch: begins groups and takes in those that have ended, until the batch is complete. filling.py decides how
+many groups begin, which of them share an engine call, and when the batch is complete. However it was filled, a batch
+trains at most `prompts_per_batch` groups (sampler.py).
 
-`fill` waits for the next call that ends; each call waits for its engine, and its verdicts are made meanwhile.
+`fill` waits for the next engine call to end. Within a call, answers are scored while others are still generated.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megatron_daro.rollout.protocol import Notices, PromptSource, Rollouter
 from megatron_daro.types import GroupRequest
 
 _BURST = 64
-"""Calls that are begun in one turn of the event loop, which a thousand would hold for 0.3 s."""
+"""Calls begun before the event loop gets a turn: beginning a thousand would block it for 0.3 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutParts:
-    """What groups are made of.
+    """What sampling works with.
 
-    section: the configuration's rollout section. rollouter: generates and scores. source: gives prompts.
-    ledger: the books. collector: takes answers in and has them scored. notices: told about dropped groups.
+    section: the configuration's rollout section. rollouter: generates and scores. source: gives prompts. ledger: the
+    books. collector: takes answers in and has them scored. notices: for warnings about dropped groups.
     """
 
     section: RolloutSection
@@ -59,11 +59,11 @@ class BatchFiller:
 
         Args:
             batch: the batch so far.
-            unfinished: outstanding groups that the `fill` before left; they go on before new prompts are admitted.
+            unfinished: outstanding groups that the last `fill` left; they continue before new prompts begin.
 
         Returns:
-            The groups that are unfinished now, by id, still outstanding: the caller keeps or drops them. None of them
-            is generated any more.
+            The groups that are unfinished now, sorted by id. Nothing of them is being generated; they are still
+            outstanding in the ledger, and the caller keeps or drops them.
 
         Raises:
             DataError: no prompts. EngineError, WorkerError, RewardError, RolloutError, DeadlineError: engine, verifiers
@@ -87,7 +87,7 @@ class BatchFiller:
 
     async def _begin_groups(self, batch: BatchSoFar, flight: Flight) -> None:
         """Begin the groups that are wanted, beside those in flight."""
-        # An unfinished group will be in a later batch: a prompt in its place would only wait as well.
+        # A group set aside goes into a later batch. It is not replaced here: the replacement would only wait as well.
         missing = self._section.prompts_per_batch - len(batch.kept) - len(flight.unfinished)
         wanted = self._filling.wanted(batch, flight, missing)
         if wanted <= 0:
@@ -106,7 +106,7 @@ class BatchFiller:
                 await asyncio.sleep(0)
 
     def _resume(self, flight: Flight, count: int) -> dict[int, GroupInFlight]:
-        """So many groups that the `fill` before left unfinished, by id."""
+        """Return so many groups that the last `fill` left unfinished, by id."""
         groups = [flight.to_resume.popleft() for _ in range(count)]
         for group in groups:
             self._parts.ledger.resume(group.group_id)
@@ -114,7 +114,7 @@ class BatchFiller:
         return {group.group_id: group.in_flight() for group in groups}
 
     def _admit(self, flight: Flight, count: int) -> dict[int, GroupInFlight]:
-        """Groups of so many new prompts, or of as many as are left, by id."""
+        """Return groups of so many new prompts, fewer where the flight may begin no more, by id."""
         count = int(min(count, self._filling.prompts_left(flight)))
         if count <= 0:
             return {}
@@ -122,7 +122,7 @@ class BatchFiller:
         return admit(self._parts.source, self._parts.ledger, count)
 
     async def _generate(self, flight: Flight, groups: dict[int, GroupInFlight]) -> None:
-        """Ask for these groups; then, directly after it, for what is still missing, up to the last attempt."""
+        """Generate these groups, and retry at once what they still lack, up to the last attempt."""
         for tried in range(TRIES):
             wanted = {i: entry for i, entry in groups.items() if entry.wanted(self._size)}
             if flight.stopping or not wanted:
@@ -136,15 +136,15 @@ class BatchFiller:
     async def _attempt(
         self, flight: Flight, requests: Sequence[GroupRequest], groups: dict[int, GroupInFlight]
     ) -> None:
-        """One try of a call; answers are verified while others are still generated."""
+        """Make one engine call; its answers are scored while others are still generated."""
         collector = self._parts.collector
         iterator = self._parts.rollouter.generate(requests)
         try:
             async with asyncio.TaskGroup() as scoring:
-                # No deadline of its own: it may wait behind others. `_next_ended` waits for the next of them all.
+                # No deadline here: a call may queue behind others. `_next_ended` has one, for the first to end.
                 async for rollouts in iterator:
                     finished = collector.accept(rollouts, groups)
-                    if len(requests) == 1:  # nothing is generated meanwhile, and its end is its arrival
+                    if len(requests) == 1:  # its only group: nothing else is generated meanwhile
                         await collector.score(finished, groups)
                     else:
                         flight.arrivals.put_nowait(None)
@@ -155,14 +155,14 @@ class BatchFiller:
             await collector.close(iterator)
 
     async def _next_ended(self, flight: Flight) -> asyncio.Task[None]:
-        """Wait for the end of a call. A None only shows that one lives."""
+        """Return the next call that ends. A None in between only shows that a call makes progress."""
         what, call = f"the engine, with {len(flight.calls)} calls in flight", None
         while call is None:
             call = await self._parts.deadlines.within("next_group", flight.arrivals.get(), what=what)
         return call
 
     def _take_groups(self, batch: BatchSoFar, flight: Flight, call: asyncio.Task[None]) -> None:
-        """Take the groups of a call that ended or is left behind, by id. Raises what ended it."""
+        """Take in the groups of a call that has ended or is left behind, in order of their ids. Raises its error."""
         groups = flight.calls.pop(call)
         if call.done() and not call.cancelled():
             call.result()
@@ -180,14 +180,14 @@ class BatchFiller:
             batch.classify(entry.group(group_id), not missing)
 
     async def _abort_in_flight(self, batch: BatchSoFar, flight: Flight) -> None:
-        """Abort what is in flight, since the batch is complete. Groups that were about to end are surplus."""
+        """Abort what is in flight, since the batch is complete. Groups that end all the same may become surplus."""
         flight.stopping = True
         ids, deadlines = flight.group_ids(), self._parts.deadlines
         await deadlines.within("abort", self._parts.rollouter.abort(ids), what=f"{len(ids)} groups in flight")
         aborted = time.monotonic()
         _, late = await asyncio.wait(flight.calls, timeout=deadlines.abort)
         scoring = {call for call in late if any(entry.unscored for entry in flight.calls[call].values())}
-        if scoring:  # All that is left of it is verification, which has its own deadline, and a teacher.
+        if scoring:  # All that is left is scoring and a teacher; both have deadlines of their own.
             await asyncio.wait(scoring, timeout=deadlines.score)
         stuck = [call for call in flight.calls if not call.done()]
         if stuck:
@@ -201,11 +201,11 @@ class BatchFiller:
             call = flight.arrivals.get_nowait()
             if call is not None:
                 self._take_groups(batch, flight, call)
-        for call in list(flight.calls):  # Did not even end when it was cancelled.
+        for call in list(flight.calls):  # those that did not even end when they were cancelled
             self._take_groups(batch, flight, call)
 
     async def _end(self, flight: Flight) -> None:
-        """After a failure or a cancellation: nothing of this batch may go on. The cause is what is raised."""
+        """End everything in flight after a failure or a cancellation, which stays the error that is raised."""
         if not flight.calls:
             return
         flight.stopping = True
@@ -218,13 +218,13 @@ class BatchFiller:
             await self._cancel(list(flight.calls))
 
     async def _cancel(self, calls: Sequence[asyncio.Task[None]]) -> None:
-        """Cancel and wait, not for ever: closing an iterator may take the whole deadline of an abort."""
+        """Cancel calls and wait for their ends; closing one's iterator may take the whole deadline of an abort."""
         for call in calls:
             call.cancel()
         await asyncio.wait(calls, timeout=2 * self._parts.deadlines.abort)
         for call in calls:
             if call.done():
-                mark_as_seen(call)  # Another error, or the cancellation, is the one that is raised.
+                mark_as_seen(call)  # the error that is raised is another one, or the cancellation
 
     def _warn_incomplete(self, flight: Flight) -> None:
         if flight.incomplete:

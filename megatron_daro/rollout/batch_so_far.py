@@ -1,7 +1,7 @@
 """A batch in the making: which groups are kept, filtered, dropped, and how many of them the filter keeps.
 
-Groups whose generation ended -> BatchSoFar -> SampledBatch. It writes the outcome of what is not kept into the books
-at once. It generates nothing and decides nothing about order.
+Groups whose generation ended -> BatchSoFar -> SampledBatch. It enters the outcome of groups that are not kept into the
+books at once. It generates nothing and decides nothing about order.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.types import Group
 
 LOWEST_KEEP_RATE = 0.25
-"""However few groups the filter keeps, no more than four prompts, times `oversampling`, are requested for each that is
-missing."""
+"""However few groups the filter keeps, no more than four prompts, times `oversampling`, are requested for each missing
+group."""
 
 
 class BatchSoFar:
-    """The groups of one batch so far, by what became of them. incomplete: so many were dropped because they failed."""
+    """The groups of one batch so far, by outcome. incomplete: how many were dropped because rollouts were missing."""
 
     def __init__(self, ledger: Ledger, *, rollouts_per_prompt: int, kept_bins: Collection[int]) -> None:
-        """Empty.
+        """Begin empty.
 
         Args:
             ledger: the books. rollouts_per_prompt: K. kept_bins: the bins 0..K whose groups are trained.
@@ -37,7 +37,7 @@ class BatchSoFar:
         self.fresh_total = 0
 
     def classify(self, group: Group, complete: bool) -> None:
-        """Put a group whose generation ended where it belongs."""
+        """Keep, filter or drop a group whose generation has ended."""
         self.fresh_total += 1
         if not complete:
             self.incomplete += 1
@@ -50,16 +50,17 @@ class BatchSoFar:
             self.fresh_kept += 1
 
     def drop(self, groups: Iterable[Group]) -> None:
-        """Give outstanding groups up."""
+        """Drop outstanding groups."""
         groups = list(groups)
         self._ledger.finish([group.group_id for group in groups], "dropped")
         self.dropped.extend(groups)
 
     def keep_rate(self, prior: float = 1.0, prior_groups: float = 0.0) -> float:
-        """Share of this batch's own groups that were kept, not below LOWEST_KEEP_RATE.
+        """Return the share of this batch's own groups (not surplus) that were kept, at least LOWEST_KEEP_RATE.
 
         Args:
-            prior: the share to begin from. prior_groups: how many groups it counts for; 0: only while there are none.
+            prior: the share to begin from. prior_groups: how many groups it counts for; 0: it holds only until one has
+                ended.
         """
         if not self.fresh_total + prior_groups:
             return max(LOWEST_KEEP_RATE, prior)
@@ -67,7 +68,7 @@ class BatchSoFar:
         return max(LOWEST_KEEP_RATE, kept / (self.fresh_total + prior_groups))
 
     def why_short(self) -> str:
-        """Return what became of the others, for a message."""
+        """Say how many groups were filtered and dropped, for a message."""
         bins = [group.bin for group in self.filtered]
         right, wrong = bins.count(self._size), bins.count(0)
         others = len(bins) - right - wrong

@@ -1,7 +1,7 @@
-"""Where answers of an engine come in: which of them count, what they are worth, what was generated for nothing.
+"""Takes in the answers of an engine: which of them count, their verdicts, and what was generated for nothing.
 
 GroupRequest -> engine -> RolloutCollector -> rollouts and verdicts in groups in flight. It refuses answers that were
-not asked for, that come late or twice, and those whose columns do not fit; it decides nothing about groups.
+not asked for, come late or twice, or have columns that do not fit; it decides nothing about groups.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 
 @dataclass(slots=True)
 class RolloutCounters:
-    """What sampling has cost since the run began: metrics of these names below rollout/, kept in checkpoints.
+    """What sampling has cost since the run began. Each is the metric rollout/NAME, and checkpoints keep it.
 
-    aborted_tokens: generated tokens that were thrown away: of what was not finished, begun anew, not judged in time, or
-    without its files of experts. groups_aborted: unfinished when their batch was full. groups_resumed: unfinished ones
-    that went on, those that were only set aside too. batches_empty: without a trainable group.
+    aborted_tokens: generated tokens that were thrown away, because their rollout was not finished, started over, was
+    not judged in time, or lost its files of experts. groups_aborted: groups that were unfinished when their batch was
+    full. groups_resumed: unfinished groups that were continued, including those that were only set aside.
+    batches_empty: tries to fill a batch that gave no trainable group.
     """
 
     batches_empty: int = 0
@@ -48,7 +49,7 @@ class RolloutCounters:
 class RolloutCollector:
     """Takes answers in, and counts what became of them.
 
-    fresh_tokens: tokens generated since the process began, each once.
+    fresh_tokens: tokens generated since the process began, each counted once.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class RolloutCollector:
         """Start nothing.
 
         Args:
-            ledger: says which answers count. rollouter: scores. sampling: of every request. phases: time of scoring.
-            segment_tokens: most tokens of an answer in one flight. template: the named one of the training data.
-            opens_thinking: whether its prompts end with a <think>. teacher: reads each finished answer; None: nobody.
+            ledger: decides which answers count. rollouter: scores them. sampling: of every request. phases: measures
+                the time of scoring. segment_tokens: the most tokens that an answer gets in one flight. template: the
+                named template of the training data. opens_thinking: whether its prompts end with a <think>. teacher:
+                reads each finished answer; None: there is no teacher.
         """
         self.rollouts_per_prompt = rollouts_per_prompt
         self.fresh_tokens = 0
@@ -86,7 +88,7 @@ class RolloutCollector:
         self._template, self._opens_thinking, self._teacher = template, opens_thinking, teacher
 
     def request(self, group_id: int, entry: GroupInFlight) -> GroupRequest:
-        """Return a request for what a group still gets in this batch, at its current attempt, with what is there."""
+        """Return a request, at the current attempt, for the rollouts that this flight still wants of a group."""
         wanted = entry.wanted(self.rollouts_per_prompt)
         return GroupRequest(
             group_id,
@@ -99,17 +101,18 @@ class RolloutCollector:
         )
 
     def _limits(self, entry: GroupInFlight, indices: Sequence[int]) -> dict[int, int]:
-        """Return how long each rollout may be when this flight ends, where that is shorter than any may be."""
+        """Return the length at which this flight stops each rollout, for those where it is below max_new_tokens."""
         if self._segment is None:
             return {}
         ends = {i: entry.tokens_before.get(i, 0) + self._segment for i in indices}
         return {i: end for i, end in ends.items() if end < self._sampling.max_new_tokens}
 
     def accept(self, rollouts: Sequence[Rollout], groups: Mapping[int, GroupInFlight]) -> list[Rollout]:
-        """Put into the groups what counts: of the current attempt and asked for, each index once.
+        """Put the answers that count into their groups: those of the current attempt that were asked for, each index
+        once.
 
         Returns:
-            The finished ones, which need a verdict. Others are kept as partial, where one can go on.
+            The finished rollouts, which need a verdict. Others are kept as partial where they can be continued.
 
         Raises:
             EngineError: a group or attempt that was never requested, or columns that do not fit.
@@ -163,7 +166,7 @@ class RolloutCollector:
         return replace(rollout, text=text)
 
     async def close(self, iterator: AsyncIterator[tuple[Rollout, ...]]) -> None:
-        """End a pass. An iterator that is stuck is reported and left; the engine's own close comes later."""
+        """Close the iterator of one attempt. One that is stuck is reported and left to the engine's own close."""
         aclose = getattr(iterator, "aclose", None)
         if aclose is None:
             return
@@ -177,12 +180,12 @@ class RolloutCollector:
         self.counters.aborted_tokens += group.generated_tokens
 
     def discard_unscored(self, entry: GroupInFlight) -> None:
-        """Count the tokens of finished answers of a group whose verdict, or teacher, did not come in time."""
+        """Count the tokens of a group's finished answers for which verdict or teacher did not come in time."""
         unscored = [rollout for i, rollout in entry.rollouts.items() if i not in entry.verdicts]
         self.counters.aborted_tokens += sum(rollout.generated_length for rollout in unscored)
 
     def _hold(self, rollout: Rollout, entry: GroupInFlight) -> None:
-        """Keep what is not finished, if one can go on from there: of a conversation the environment's part is lost."""
+        """Keep an unfinished rollout if it can be continued. A conversation cannot: the environment's state is lost."""
         earlier = entry.partial.pop(rollout.index, None)
         self._count(rollout, earlier)
         room = self._sampling.max_new_tokens - rollout.response_length
@@ -192,7 +195,8 @@ class RolloutCollector:
             self.counters.aborted_tokens += rollout.generated_length
 
     def _count(self, rollout: Rollout, earlier: Rollout | None) -> None:
-        """Count a rollout: one that goes on from an earlier part counts it once, one that began anew throws it away."""
+        """Count a rollout's tokens. An earlier part that it continues is counted once, one that it does not is thrown
+        away."""
         self.fresh_tokens += rollout.generated_length
         if earlier is None:
             return

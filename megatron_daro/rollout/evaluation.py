@@ -1,11 +1,12 @@
-"""Accuracy on held-out problems while a run trains: when it is due, answered and scored as in training, as metrics.
+"""Accuracy on held-out problems while a run trains.
 
-`Evaluator` uses the run's own rollouter; it trains nothing and writes nothing. `megatron-daro eval` measures more, and
-keeps what it measures: workshop/evaluate/measuring.py.
+`Evaluator` asks and scores as in training, through the run's own rollouter, and returns metrics. `megatron-daro eval`
+measures more and keeps the answers (workshop/evaluate/measuring.py).
 
-The controller asks `Evaluations` for one after a weight sync. Beside generation it goes on while the run does; the next
-sync and the next checkpoint wait until it ended, so every answer of it is of one version, and a checkpoint never lacks
-its line, which is held until then (observe/step_lines.py). At most one is under way.
+`Evaluations` says when an evaluation is due; the controller begins one after a weight sync. It may run beside
+generation. The next sync and the next checkpoint wait for its end: all its answers are then of one weight version, and
+a checkpoint never lacks the metrics line of its step, which is held until the numbers are there
+(observe/step_lines.py). At most one is under way.
 """
 
 from __future__ import annotations
@@ -41,23 +42,24 @@ class Evaluator:
         answers_beside: int = 0,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Args: answers_beside: about so many are asked for at once beside generation; 0: it has the engine for itself.
-        warn: shows the user a warning."""
+        """Args: answers_beside: about how many answers are requested at once beside generation; 0: the evaluation has
+        the engine for itself. warn: shows the user a warning."""
         self.answers_beside, self._warn = answers_beside, warn
         self._sets, self._rollouter = sets, rollouter
         self._max_tokens, self._stops = max_response_tokens, stops
 
     async def evaluate(self, step: int) -> Mapping[str, float]:
-        """eval/{name}/accuracy of every set, and eval/{name}/accuracy/{category} where its problems have categories;
-        with several answers to a problem eval/{name}/pass_at/{k} for k of 2, 4, 8, ... up to their number; of
-        conversations eval/{name}/turns_mean and tool_calls_mean."""
+        """Return eval/{name}/accuracy of every set, and eval/{name}/accuracy/{category} where its problems have
+        categories; with several answers to a problem also eval/{name}/pass_at/{k} for k = 2, 4, 8, ... up to their
+        number; for conversations also eval/{name}/turns_mean and tool_calls_mean."""
         metrics: dict[str, float] = {}
         for number, held_out in enumerate(self._sets):
             metrics |= await self._evaluate_set(held_out, first_id=-1 - number, step=step)
         return metrics
 
     async def _evaluate_set(self, held_out: HeldOut, *, first_id: int, step: int) -> dict[str, float]:
-        """Group ids are negative and depend on sets and problem only: an engine with a seed draws the same again."""
+        """Evaluate one set. Group ids are negative and depend only on sets and problem, so that an engine with a seed
+        draws the same answers each time."""
         section, stops = held_out.section, held_out.stops(self._stops)
         sampling = SamplingParams(
             temperature=section.temperature,
@@ -102,7 +104,7 @@ class Evaluator:
         return rollouts
 
     async def _finished(self, requests: Sequence[GroupRequest]) -> list[Rollout]:
-        """Return every answer; a conversation that failed is begun again. Nothing where one fails each time."""
+        """Return every answer; failed conversations are retried. Empty where one fails at every try."""
         rollouts: list[Rollout] = []
         for attempt in range(TRIES):
             missing = _missing(requests, {(one.group_id, one.index) for one in rollouts})
@@ -113,13 +115,13 @@ class Evaluator:
         return rollouts if len(rollouts) == sum(len(request.indices) for request in requests) else []
 
     async def _of_version(self, requests: Sequence[GroupRequest], version: int) -> tuple[list[Rollout], bool]:
-        """Return answers of this version of the weights, asked for a few at a time so that generation keeps its share
-        of the servers, and whether some were of another version, as of a server that was started again and has newer
-        weights; no answers where some cannot be had."""
+        """Return all answers, of this weight version alone, and whether some came of another one (a server that was
+        restarted has newer weights). They are requested a few at a time, so that generation keeps its share of the
+        servers. No answers where some cannot be had."""
         by_place: dict[tuple[int, int], Rollout] = {}
         others, failed = False, set[int]()
         for attempt in range(TRIES):
-            # Where none failed, and one was of another version, the draws stay.
+            # Only groups that failed get a new attempt number, and with it new draws; others repeat theirs.
             missing = _missing(requests, by_place)
             left = iter([replace(one, attempt=attempt) if one.group_id in failed else one for one in missing])
 
@@ -143,19 +145,19 @@ class Evaluator:
 
 
 def _missing(requests: Sequence[GroupRequest], there: Collection[tuple[int, int]]) -> list[GroupRequest]:
-    """Return what of the requests is left to ask for. there: group and index of answers."""
+    """Return the requests without the answers that are there. there: (group id, index) of each."""
     rest = [replace(r, indices=tuple(i for i in r.indices if (r.group_id, i) not in there)) for r in requests]
     return [request for request in rest if request.indices]
 
 
 def _pass_at(name: str, right: Sequence[int], samples: int) -> dict[str, float]:
-    """Mean over problems of the unbiased estimate; right: right answers of `samples` to each."""
+    """Return the mean over problems of the unbiased pass@k. right: of each problem, how many of `samples` are right."""
     ks = [2**n for n in range(1, samples.bit_length()) if 2**n <= samples]
     return {f"eval/{name}/pass_at/{k}": sum(pass_at_k(samples, c, k) for c in right) / max(len(right), 1) for k in ks}
 
 
 def _turns(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of conversations, which have a report for each answer; nothing of single answers."""
+    """Return means over conversations, which have a report for each answer; empty for single answers."""
     reports = [report for rollout in rollouts for report in rollout.reports]
     if not reports:
         return {}
@@ -187,7 +189,7 @@ class _UnderWay(NamedTuple):
 
 
 class Evaluations:
-    """All of one run."""
+    """The evaluations of one run: when they are due, and the one under way."""
 
     def __init__(
         self,
@@ -203,42 +205,41 @@ class Evaluations:
         Args:
             evaluate: step -> metrics of the weights that the engine has; None: never.
             section: the configuration's trainer section: how often, and up to which step.
-            beside: whether generation may use the engine meanwhile.
+            beside: whether generation may use the engine during an evaluation.
         """
         self._every, self._steps = (section.eval_every_steps, section.steps) if section else (0, 0)
         self._evaluate = evaluate if self._every else None
-        self._beside, self._phases, self._deadlines = beside, phases or Phases(), deadlines or Deadlines()
+        self.beside = beside
+        self._phases, self._deadlines = phases or Phases(), deadlines or Deadlines()
         self._under_way: _UnderWay | None = None
 
     def due(self, before: int, step: int) -> bool:
-        """Whether one belongs between these steps: every `every` steps, before the first and after the last."""
+        """Whether one is due: at step 0, at the last step, and wherever a multiple of `eval_every_steps` lies in
+        (before, step]."""
         if self._evaluate is None:
             return False
         return step == 0 or passed(before, step, self._every) or step >= self._steps
 
-    async def run(self, step: int, lines: StepLines) -> None:
-        """Evaluate the weights of this step, whose line is held until it has the numbers. Beside generation the
-        evaluation only begins here."""
+    def begin(self, step: int, lines: StepLines) -> None:
+        """Begin to evaluate the weights of this step. Its metrics line is held until it has the numbers."""
         assert self._under_way is None, "the one before was waited for"
         lines.hold(step)
         self._under_way = _UnderWay(step, asyncio.ensure_future(self._measure(step, lines)), lines)
-        if not self._beside:
-            await self.ended()
 
     def cancel(self) -> int | None:
-        """End the one under way without a result, and return its step; None without one."""
+        """Cancel the evaluation under way and return its step; None where there is none."""
         if self._under_way and self._under_way.work.cancel():
             return self._under_way.step
         return None
 
     async def ended(self) -> None:
-        """Wait for the end of the one under way. Raises what it raised."""
+        """Wait for the end of the evaluation under way, if there is one. Raises what it raised."""
         if self._under_way is None:
             return
         step, work, lines = self._under_way
         await asyncio.wait({work})
         self._under_way = None
-        await lines.release(step, {})  # one that was cancelled before it began has not
+        await lines.release(step, {})  # an evaluation that was cancelled before it ran has not released it
         if not work.cancelled():
             work.result()
 

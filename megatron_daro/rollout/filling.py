@@ -1,5 +1,5 @@
-"""The ways to fill a batch, one for each `rollout.finish_batch`: when it is complete, how many groups begin, and
-whether each is a call of the engine by itself. A way answers; `BatchFiller` acts on it.
+"""The ways to fill a batch, one for each value of `rollout.finish_batch`. A way decides how many groups to begin,
+whether each group is an engine call of its own, and when the batch is complete; `BatchFiller` carries it out.
 """
 
 from __future__ import annotations
@@ -13,55 +13,62 @@ from megatron_daro.rollout.batch_so_far import BatchSoFar
 from megatron_daro.rollout.groups_under_way import Flight
 
 _PRIOR_GROUPS = 8
-"""Without rounds the share of kept groups begins at that of the flight before, which counts for so many groups. Else
-one filtered group at the beginning would look like a filter that keeps nothing, and admit four times the prompts."""
+"""`WaitForEnough` estimates the share of groups that the filter keeps. Its estimate begins at that of the last flight,
+weighted as so many groups: otherwise one filtered group at the beginning would look like a filter that keeps nothing,
+and four times the prompts would be admitted."""
 
 
 class Filling(Protocol):
-    """A way to fill a batch. Each `flight` begins with `wanted`. Whenever a call has ended, and its groups are in the
-    batch, it is asked `is_enough`, and `wanted` if not. It is asked nothing meanwhile: for one that ends a batch by the
-    clock `BatchFiller.fill` has to ask at that time, too (`_next_ended` waits for the end of a call, and where its
-    limit is over the run ends).
+    """A way to fill a batch. `BatchFiller.fill` asks `wanted` when a flight begins. When an engine call has ended and
+    its groups are in the batch, it asks `is_enough` and, if not, `wanted` again. Nothing is asked between two such
+    ends: a way that ends batches by the clock needs a change of `fill`, too, where `_next_ended` waits for the next end
+    and ends the run at its deadline.
 
-    group_by_group: whether each group is a call of its own, so that a batch may end as soon as enough have ended; else
-    those that begin together are one call.
+    group_by_group: whether each group is an engine call of its own, so that a batch can end as soon as enough groups
+    have; otherwise groups that begin together are one call.
     """
 
     group_by_group: bool
 
     def is_enough(self, batch: BatchSoFar, flight: Flight) -> bool:
-        """Whether the batch is complete although groups are in flight. Not before it keeps a group."""
+        """Whether the batch is complete although groups are still in flight. False as long as it keeps none."""
         ...
 
     def wanted(self, batch: BatchSoFar, flight: Flight, missing: int) -> int:
-        """Return how many groups to begin (0 or fewer: none), so that the batch is likely to keep `missing` more:
-        unfinished ones first (`old_and_new`), and where answers are made in segments all unfinished ones beside so many
-        new ones. missing: to `prompts_per_batch`, the most that a batch trains. Groups in flight are still missing,
-        so a way takes them off by itself; those that were set aside are not."""
+        """Return how many groups to begin now; 0 or less: none. `old_and_new` says which.
+
+        Args:
+            missing: how many kept groups the batch still lacks to `prompts_per_batch`, the most that it trains. Groups
+                in flight are not subtracted: a way does that itself. Groups that were set aside are.
+        """
         ...
 
     def prompts_left(self, flight: Flight) -> float:
-        """Return how many new prompts may still be among them."""
+        """Return how many more new prompts this flight may begin."""
         ...
 
     def flight_ended(self, batch: BatchSoFar, flight: Flight) -> int:
-        """Take note of what was kept, and return how many rounds of prompts it took, for metrics and messages."""
+        """Note how the flight went. Returns how many rounds of prompts it took, for metrics and messages."""
         ...
 
 
 def old_and_new(section: RolloutSection, unfinished: int, wanted: int) -> tuple[int, int]:
-    """Return how many of the groups that the batch before left go on, and how many prompts begin. Where answers are
-    made in segments all go on, beside new prompts. Args: wanted: > 0, of both; there of new ones alone."""
+    """Return (how many unfinished groups of earlier flights to continue, how many new prompts to begin).
+
+    Args:
+        unfinished: groups that earlier flights left. wanted: groups to begin, > 0; unfinished ones come first. With
+            `segment_tokens` all unfinished groups continue, and `wanted` counts new prompts alone.
+    """
     if section.segment_tokens is not None:
         return unfinished, wanted
     old = min(unfinished, wanted)
     return old, wanted - old
 
 
-class InRounds:
-    """Groups begin in rounds. A round is one call (and tries for what is missing of it), as fits an engine that works
-    on one at a time, and the next begins when all of its groups have ended. What is in a batch follows from the saved
-    state and the answers alone: a run repeats exactly with an engine that does (embedded)."""
+class WaitForAll:
+    """Groups begin in rounds, and the next round begins when all groups of this one have ended. A round is one engine
+    call (and retries for what it lacks), which suits an engine that decodes one batch at a time. The content of a batch
+    depends only on the saved state and the answers, so with an engine that repeats (embedded) the run does, too."""
 
     group_by_group = False
 
@@ -70,28 +77,29 @@ class InRounds:
         self._section = section
 
     def is_enough(self, batch: BatchSoFar, flight: Flight) -> bool:
-        """False: a round is waited for."""
+        """False: a round is always waited for."""
         return False
 
     def wanted(self, batch: BatchSoFar, flight: Flight, missing: int) -> int:
-        """0 while a round is in flight, and after the last."""
+        """Return the groups of the next round; 0 while one is in flight and after the last."""
         if flight.calls or flight.times_begun > self._section.max_refill_rounds:
             return 0
         return math.ceil(missing * self._section.oversampling / batch.keep_rate())
 
     def prompts_left(self, flight: Flight) -> float:
-        """No limit: rounds have one."""
+        """No limit: the number of rounds has one."""
         return math.inf
 
     def flight_ended(self, batch: BatchSoFar, flight: Flight) -> int:
-        """Return the rounds."""
+        """Return the rounds that were begun."""
         return flight.times_begun
 
 
-class Continuous:
-    """Every group is a call of its own, as fits servers. One that the filter takes out is replaced while others are
-    still generated. Enough trainable groups end the batch: the rest is aborted, and goes on in the next batch or is
-    dropped. A run does not repeat exactly. A round is only a measure of prompts: oversampling x prompts_per_batch."""
+class WaitForEnough:
+    """Each group is an engine call of its own, which suits servers. A group that the filter takes out is replaced while
+    others are still generated. The batch ends with enough trainable groups: what is in flight is aborted, and continues
+    in the next batch or is dropped. Runs do not repeat exactly. A "round" here is only a number of prompts,
+    oversampling x prompts_per_batch."""
 
     group_by_group = True
 
@@ -101,19 +109,19 @@ class Continuous:
         self._keep_rate = 1.0
 
     def is_enough(self, batch: BatchSoFar, flight: Flight) -> bool:
-        """With prompts_per_batch groups."""
+        """True with prompts_per_batch kept groups."""
         return len(batch.kept) >= self._section.prompts_per_batch
 
     def wanted(self, batch: BatchSoFar, flight: Flight, missing: int) -> int:
-        """Those that are in flight count."""
+        """Return what is missing, with a reserve for the filter, less what is in flight."""
         return math.ceil(missing * self._section.oversampling / self._rate(batch)) - len(flight.calls)
 
     def prompts_left(self, flight: Flight) -> float:
-        """As many as 1 + max_refill_rounds rounds have."""
+        """Return what is left of the prompts of 1 + max_refill_rounds rounds."""
         return (1 + self._section.max_refill_rounds) * self._section.prompts_requested - flight.admitted
 
     def flight_ended(self, batch: BatchSoFar, flight: Flight) -> int:
-        """Learn the share of kept groups for the next flight, and return the prompts, in rounds."""
+        """Carry the share of kept groups to the next flight. Returns the prompts, in rounds."""
         self._keep_rate = self._rate(batch)
         return math.ceil(flight.admitted / self._section.prompts_requested)
 
@@ -121,4 +129,4 @@ class Continuous:
         return batch.keep_rate(self._keep_rate, _PRIOR_GROUPS)
 
 
-FILLINGS: Mapping[FinishBatch, Callable[[RolloutSection], Filling]] = {"all": InRounds, "enough": Continuous}
+FILLINGS: Mapping[FinishBatch, Callable[[RolloutSection], Filling]] = {"all": WaitForAll, "enough": WaitForEnough}

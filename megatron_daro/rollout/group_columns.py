@@ -1,10 +1,10 @@
-"""Groups of rollouts as Parquet columns and back: the one form in which a group is ever written.
+"""Groups of rollouts as Parquet columns and back: the only form in which groups are written.
 
 Recorder (a step's groups) and checkpoints (groups that wait) -> rows of SCHEMA -> the same groups. One row is one
 rollout with its prompt and its verdict, so that people can read the file with pandas or DuckDB; a group without a
 rollout is one row without an index. Everything but `Rollout.verdict` comes back bit for bit. Columns are built from
-numpy arrays and encoded by pyarrow without the interpreter's lock. It opens no files, and refuses rows that contradict
-themselves.
+numpy arrays and encoded by pyarrow without the interpreter's lock. This module opens no files, and refuses rows that
+contradict themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_daro.types import RESPONSE_COLUMNS, FinishReason, Group, Prompt, R
 FORMAT = {"megatron_daro.rollouts": "2"}
 """In the metadata of every file."""
 BLOCK_TOKENS = 1 << 20
-"""Response tokens of a row group: enough to compress well, little enough that a reader holds few of them."""
+"""Response tokens of a row group: enough to compress well, few enough that a reader holds little at once."""
 
 
 def _list(kind: pa.DataType) -> pa.DataType:
@@ -101,12 +101,13 @@ WRITER_OPTIONS: dict[str, Any] = {
     "write_page_checksum": True,
     "store_schema": False,
 }
-"""Of pyarrow.parquet.ParquetWriter; other encodings are compared by benchmarks/recording.py --encodings at 97b0583."""
+"""Options of pyarrow.parquet.ParquetWriter. `benchmarks/recording.py --encodings` at 97b0583 compares other
+encodings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedGroup:
-    """A group with what became of it; None while it still waits. partial: rollouts without a verdict."""
+    """A group with its outcome. used: None while it still waits. partial: rollouts without a verdict."""
 
     group: Group
     used: Outcome | None = None
@@ -116,7 +117,7 @@ class RecordedGroup:
 def blocks(
     groups: Iterable[RecordedGroup], block_tokens: int = BLOCK_TOKENS, run_dir: Path | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Return the groups as row groups of about `block_tokens` response tokens, in order; a group is never split."""
+    """Yield the groups as row groups of about `block_tokens` response tokens, in order; a group is never split."""
     waiting: list[RecordedGroup] = []
     tokens = 0
     for entry in groups:
@@ -130,10 +131,10 @@ def blocks(
 
 
 def encode(groups: Sequence[RecordedGroup], run_dir: Path | None = None) -> pa.RecordBatch:
-    """Rows of SCHEMA; `decode` gives exactly the same groups back.
+    """Return the groups as rows of SCHEMA; `decode` gives exactly the same groups back.
 
     Args:
-        run_dir: files of experts in it are named from there, so that it can be moved; None: absolute names.
+        run_dir: files of experts inside it are named relative to it, so that it can be moved; None: absolute names.
     """
     rows: list[tuple[RecordedGroup, Rollout | None, Verdict | None]] = []
     for entry in groups:
@@ -197,10 +198,11 @@ def _stored(experts: StoredExperts, run_dir: Path | None) -> list[dict[str, Any]
 
 
 def decode(batches: Iterable[pa.RecordBatch], run_dir: Path = Path()) -> Iterator[RecordedGroup]:
-    """Return the inverse of `encode`, over all batches of a file: neighbouring rows of one group id are one group.
+    """Yield the groups that were encoded, over all record batches of a file: adjacent rows of one group id are one
+    group.
 
     Raises:
-        ValueError: a row contradicts itself; the message has its number from 1.
+        ValueError: the rows of a group contradict each other; the message has the number of its first row, from 1.
     """
     number = 0
 
@@ -220,7 +222,7 @@ def decode(batches: Iterable[pa.RecordBatch], run_dir: Path = Path()) -> Iterato
 
 
 def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
-    """One mapping per row. Lists of numbers are views of the batch's memory; a list that is null is None."""
+    """Yield one mapping per row. Lists of numbers are views of the batch's memory; a null list is None."""
     names = [name for name in SCHEMA.names if name not in _RAGGED]
     plain = [batch.column(name).to_pylist() for name in names]
     ragged = {name: _views(batch.column(name)) for name in _RAGGED}
@@ -267,7 +269,7 @@ def _verdict(row: dict[str, Any]) -> Verdict:
 
 
 def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray, run_dir: Path) -> Rollout:
-    """One rollout in memory of its own: a view would keep the whole row group alive."""
+    """Return one rollout in memory of its own: a view would keep the whole row group alive."""
     length = row["length"]
     columns: dict[str, Any] = {name: row[name].copy() for name in RESPONSE_COLUMNS if row[name] is not None}
     columns.setdefault("loss_mask", np.ones(length, np.uint8))
@@ -316,7 +318,7 @@ def _of(values: Sequence[Any], read: Callable[[Any], Any]) -> list[Any]:
 
 
 def _ragged(name: str, lists: Sequence[Any]) -> pa.Array:
-    """A column of lists of numbers. None is null where the column may be, else an empty list."""
+    """Return a column of lists of numbers. None becomes null if the column is nullable, else an empty list."""
     field = SCHEMA.field(name)
     arrays = [np.asarray(() if values is None else values, field.type.value_type.to_pandas_dtype()) for values in lists]
     offsets = np.zeros(len(arrays) + 1, dtype=np.int32)
@@ -334,7 +336,8 @@ def _views(column: pa.ListArray) -> list[np.ndarray | None]:
 
 
 def _with_exact_texts(plain: dict[str, list[Any]]) -> dict[str, pa.Array]:
-    """Arrow columns. Lone surrogates, which UTF-8 has no form for, are shown as U+FFFD and kept beside the text."""
+    """Return Arrow columns. Lone surrogates, which UTF-8 cannot encode, become U+FFFD; `lone_surrogates` keeps the
+    text."""
     exact: list[dict[str, str]] = [{} for _ in plain["group_id"]]
     columns = {}
     for name, values in plain.items():

@@ -2,18 +2,18 @@
 
     state        held by                                          ends as
     in flight    GroupInFlight in `Flight.calls`                  kept, filtered, dropped, or unfinished
-    unfinished   UnfinishedGroup in the `Flight`, then the        in flight again in a later batch; dropped where it
-                 sampler and its Snapshot                         is too old by then, or unless keeps_waiting
+    unfinished   UnfinishedGroup in the `Flight`, then the        in flight again in a later batch; dropped if it is
+                 sampler and its Snapshot                         too old by then, or without keeps_waiting
     kept         Group in `BatchSoFar.kept`: complete, trainable  handed to the controller, or surplus
-    surplus      Group in the sampler and its Snapshot: beyond    kept by the next batch; dropped where it is too old by
-                 the target of its batch                          then, or unless keeps_waiting
-    trained, filtered, dropped: the ledger's outcomes, for ever. Until then a group is outstanding.
+    surplus      Group in the sampler and its Snapshot: beyond    kept by the next batch; dropped if it is too old by
+                 the target of its batch                          then, or without keeps_waiting
+    trained, filtered, dropped: the final outcomes, in the ledger. Until it has one, a group is outstanding.
 
-`keeps_waiting`: of the configuration's rollout section, with keep_surplus or segment_tokens.
+`keeps_waiting` of the configuration's rollout section is true with keep_surplus or segment_tokens.
 
-Unfinished and surplus groups together are those that wait for the next batch: checkpoints hold them (RecordedGroup).
-A rollout of a group is finished, or partial: with the tokens that it had when it was aborted, or when it was set aside
-because it got all that one flight gives it (rollout.segment_tokens).
+Unfinished and surplus groups together are the groups that wait for the next batch; checkpoints hold them
+(RecordedGroup). A rollout of a group is finished or partial. A partial one has the tokens that it had when it was
+aborted, or when it was set aside because it had all the tokens that one flight gives it (rollout.segment_tokens).
 
 Recorded groups that contradict themselves are refused.
 """
@@ -36,9 +36,9 @@ from megatron_daro.types import Group, Prompt, Rollout, Verdict
 class GroupInFlight:
     """A group that is being completed.
 
-    rollouts: finished ones by index. verdicts: of those that were verified. partial: the partial ones by index, with
-    the finish reason "segment" once they have got all that this flight gives them. tokens_before: by index,
-    generated tokens that were there when it began.
+    rollouts: finished ones by index. verdicts: of the verified ones, by index. partial: the partial ones by index; one
+    that has all the tokens that this flight gives it has the finish reason "segment". tokens_before: by index, the
+    response tokens that a rollout had when this flight began.
     """
 
     prompt: Prompt
@@ -48,16 +48,16 @@ class GroupInFlight:
     tokens_before: dict[int, int] = field(default_factory=dict)
 
     def missing(self, rollouts_per_prompt: int) -> tuple[int, ...]:
-        """Return indices without a finished rollout."""
+        """Return the indices without a finished rollout."""
         return tuple(i for i in range(rollouts_per_prompt) if i not in self.rollouts)
 
     def wanted(self, rollouts_per_prompt: int) -> tuple[int, ...]:
-        """Return those of them that this batch goes on with."""
+        """Return the missing indices that this flight still generates: those that are not set aside."""
         set_aside = {i for i, rollout in self.partial.items() if rollout.finish_reason == "segment"}
         return tuple(i for i in self.missing(rollouts_per_prompt) if i not in set_aside)
 
     def is_set_aside(self, rollouts_per_prompt: int) -> bool:
-        """Whether all that is missing is set aside."""
+        """Whether rollouts are missing and all of them are set aside."""
         return bool(self.missing(rollouts_per_prompt)) and not self.wanted(rollouts_per_prompt)
 
     @property
@@ -66,7 +66,7 @@ class GroupInFlight:
         return len(self.verdicts) < len(self.rollouts)
 
     def group(self, group_id: int) -> Group:
-        """Return the group of what is finished and verified, in index order."""
+        """Return the group with its finished and verified rollouts, in index order."""
         order = sorted(self.verdicts)
         return Group(
             group_id,
@@ -76,16 +76,17 @@ class GroupInFlight:
         )
 
     def unfinished(self, group_id: int) -> UnfinishedGroup:
-        """Return what is left of it when its batch ends."""
+        """Return the group as it is kept for a later flight."""
         partial = tuple(replace(self.partial[i], finish_reason="abort") for i in sorted(self.partial))
         return UnfinishedGroup(self.group(group_id), partial)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnfinishedGroup:
-    """A group between two flights: one before left it unfinished, a later one goes on with it.
+    """A group between two flights: one left it unfinished, a later one may continue it.
 
-    finished: the finished rollouts with their verdicts, maybe none. partial: the others that have tokens, by index.
+    finished: the finished rollouts with their verdicts, maybe none. partial: the unfinished ones that have tokens, in
+    index order.
     """
 
     finished: Group
@@ -98,7 +99,7 @@ class UnfinishedGroup:
 
     @property
     def weight_version(self) -> int | None:
-        """The oldest policy version that produced a token of it; None: it has no token."""
+        """The oldest policy version that produced one of its tokens; None while it has none."""
         return min((r.weight_version for r in (*self.finished.rollouts, *self.partial)), default=None)
 
     @property
@@ -107,7 +108,7 @@ class UnfinishedGroup:
         return sum(r.generated_length for r in (*self.finished.rollouts, *self.partial))
 
     def in_flight(self) -> GroupInFlight:
-        """Return the same, to be completed."""
+        """Return the same group, to be completed in a flight."""
         group = self.finished
         return GroupInFlight(
             group.prompt,
@@ -118,7 +119,7 @@ class UnfinishedGroup:
         )
 
     def to_record(self) -> RecordedGroup:
-        """As a checkpoint holds it; `from_record` gives exactly the same group back."""
+        """Return the group as a checkpoint holds it; `from_record` gives exactly the same group back."""
         return RecordedGroup(self.finished, None, self.partial)
 
     @classmethod
@@ -138,8 +139,8 @@ class UnfinishedGroup:
 
 
 def without_lost_experts(record: RecordedGroup) -> RecordedGroup:
-    """Return a group that waits in a checkpoint without the rollouts whose files of experts are gone: steps after the
-    checkpoint removed them, when the group was filtered, dropped or, unrecorded, trained."""
+    """Return a group that waits in a checkpoint, without the rollouts whose files of experts are gone: a step after the
+    checkpoint removed these when the group was filtered or dropped, or trained without being recorded."""
     there = [r.routed_experts is None or r.routed_experts.is_there for r in record.group.rollouts]
     group = replace(
         record.group,
@@ -152,13 +153,13 @@ def without_lost_experts(record: RecordedGroup) -> RecordedGroup:
 
 @dataclass(slots=True)
 class Flight:
-    """What is in flight of one batch, in one `BatchFiller.fill`.
+    """What is in flight for one batch, in one `BatchFiller.fill`.
 
-    to_resume: groups that the `fill` before left unfinished, not begun again yet. calls: those that run, with the
-    groups that each generates. arrivals: calls that have ended; None, a sign of life, where a call that goes on for
-    other groups gave one. unfinished: groups that were set aside, or aborted at the end. incomplete: (group, rollouts
-    it lacks) after the last attempt. times_begun: times that groups were begun. admitted: prompts so far. stopping:
-    nothing more is asked of the engine.
+    to_resume: groups that the previous `fill` left unfinished and that are not in flight again yet. calls: the running
+    calls, with the groups that each generates. arrivals: calls that have ended; and None, a sign of life, for every
+    answer to one of several requests of a call. unfinished: groups that were set aside, or aborted at the end.
+    incomplete: (group, missing rollouts) after the last attempt. times_begun: how often groups were begun. admitted:
+    prompts admitted so far. stopping: nothing more is asked of the engine.
     """
 
     to_resume: deque[UnfinishedGroup]
@@ -171,12 +172,12 @@ class Flight:
     stopping: bool = False
 
     def group_ids(self) -> list[int]:
-        """Groups that are generated now, in order."""
+        """Return the ids of the groups in flight, in order."""
         return sorted(group_id for groups in self.calls.values() for group_id in groups)
 
 
 def admit(source: PromptSource, ledger: Ledger, count: int) -> dict[int, GroupInFlight]:
-    """Return new groups of the next `count` prompts, by id; they are in the books. Raises DataError if prompts run
+    """Enter the next `count` prompts into the books and return their groups, by id. Raises DataError if prompts run
     out."""
     prompts = source.next(count)
     if len(prompts) != count:

@@ -1,10 +1,11 @@
 """The books of the groups: every admitted group is in exactly one of outstanding, trained, filtered, dropped.
 
-`BatchFiller` admits groups and asks again, `BatchSoFar` filters and drops, the controller marks what it trained or
+`BatchFiller` admits groups and retries them, `BatchSoFar` filters and drops, the controller marks groups as trained or
 dropped; in a replay `ReplaySource` admits, filters and drops. The ledger gives out group ids and attempt numbers, and
-decides whether an answer still counts. It keeps no rollouts. Finished groups, those that have an outcome, are counted:
-ids only grow (but in a replay), so an id below the next one that is not outstanding is finished, and finishing it again
-is refused. What became of which is remembered only as long as a checkpoint may need it (`forget_outcomes`).
+decides whether an answer still counts. It keeps no rollouts. Finished groups, those that have an outcome, are only
+counted: except in a replay ids are given out in ascending order, so an id below the next one that is not outstanding is
+finished, and finishing it again is refused. The outcome of each group is remembered only as long as a checkpoint may
+need it (`forget_outcomes`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 class Ledger:
-    """Counts of groups and the attempts of those that are outstanding."""
+    """The counts of groups, and the current attempt of each outstanding one."""
 
     def __init__(self) -> None:
         self._next_id = 0
@@ -50,7 +51,7 @@ class Ledger:
         return ids
 
     def admit_recorded(self, group_ids: Sequence[int]) -> None:
-        """Admit groups that have their ids from a recorded run, in any order: one may be used after later ones."""
+        """Admit groups under their ids of a recorded run, in any order: a group may be used after later ones."""
         for group_id in group_ids:
             assert group_id not in self._attempts, f"group {group_id} is admitted twice"
             self._attempts[group_id] = 0
@@ -71,7 +72,8 @@ class Ledger:
         self._attempts[group_id] += 1
 
     def accepts(self, group_id: int, attempt: int) -> bool:
-        """Whether an answer counts: its group is outstanding and its attempt the current one. A late one is counted.
+        """Whether an answer counts: its group is outstanding and its attempt is the current one. A late answer is
+        counted.
 
         Raises:
             EngineError: the group was never admitted, or the attempt was never asked for: not late, but invented.
@@ -101,11 +103,11 @@ class Ledger:
 
     @property
     def outcomes(self) -> Mapping[int, Outcome]:
-        """What became of the groups that were finished in this process, but for those that were forgotten."""
+        """The outcomes of the groups that were finished in this process, without those that were forgotten."""
         return self._outcomes
 
     def forget_outcomes(self, but: Container[int]) -> None:
-        """Forget what became of all groups but these."""
+        """Forget the outcomes of all groups but these."""
         self._outcomes = {group_id: outcome for group_id, outcome in self._outcomes.items() if group_id in but}
 
     @property
@@ -125,7 +127,8 @@ class Ledger:
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but `outcomes`, as JSON-able plain values; its size grows with the outstanding groups only."""
+        """Return everything but `outcomes`, as JSON-able plain values; the size grows with the outstanding groups
+        only."""
         return {
             "next_id": self._next_id,
             "admitted": self._admitted,

@@ -11,7 +11,8 @@ Rollouts = AsyncIterator[tuple[Rollout, ...]]
 
 
 async def merged(streams: Iterable[Rollouts]) -> AsyncGenerator[tuple[Rollout, ...], None]:
-    """Yield what comes from any of these, as it comes; closing it ends them all. Raises what one of them raises."""
+    """Yield the rollouts of all these streams as they come; closing it ends all streams. Raises what a stream
+    raises."""
     queue: asyncio.Queue[tuple[Rollout, ...] | asyncio.Task[None]] = asyncio.Queue()
 
     async def pump(stream: Rollouts) -> None:

@@ -1,8 +1,8 @@
 """Which groups of a batch train at which optimizer step.
 
 A sampled batch -> the controller's optimizer steps. Groups keep their order; with several mini-batches each gets
-consecutive groups, as evenly as possible. Further epochs take all of the batch's groups again, in an order that follows
-from seed, batch and epoch. A replayed batch has the steps that were recorded. It measures and trains nothing.
+consecutive groups, as evenly as possible. Further epochs take all of the batch's groups again, in an order determined
+by seed, batch and epoch. A replayed batch has the steps that were recorded. It measures and trains nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from megatron_daro.types import Group
 class MiniBatch:
     """What is planned for one optimizer step.
 
-    filtered, dropped: what is recorded with this step although it does not train, and generated_tokens of the batch
-    (the first one of a batch has them all). first, last: whether it is the first and the last of its batch that trains;
-    `first_step`: the batch's first optimizer step. epoch: of the batch, from 1. again: ids of groups that a later one
-    of the batch takes. trains: false in a replay, of a step that was not finite.
+    filtered, dropped: groups that are recorded with this step although they do not train. They and generated_tokens are
+    those of the whole batch in its first mini-batch that trains, and empty or 0 in the others. first, last: whether it
+    is the first or the last of its batch that trains. first_step: the batch's first optimizer step. epoch: of the
+    batch, from 1. again: ids of groups that a later mini-batch of the batch takes. trains: false in a replay for a step
+    that was skipped as not finite.
     """
 
     step: int
@@ -47,13 +48,13 @@ class MiniBatch:
         return self.first_step - 1
 
     def record(self, *, applied: bool) -> RecordedMiniBatch:
-        """What a replay needs of it. Args: applied: whether it was taken, and not skipped."""
+        """Return what a replay needs of it. Args: applied: whether the step was taken, and not skipped."""
         ids = tuple(group.group_id for group in self.groups)
         return RecordedMiniBatch(self.step, self.first_step, self.epoch, ids, applied)
 
 
 def planned_steps(batch: SampledBatch, step: int, section: TrainerSection) -> int:
-    """Return how many optimizer steps a batch takes, if it begins after `step` and the run has so many left."""
+    """Return how many optimizer steps a batch takes, if it begins after `step` and the run has that many left."""
     if batch.recorded:
         return batch.recorded[-1].step - step
     return min(section.minibatches_per_batch, len(batch.groups)) * section.epochs_per_batch
@@ -69,8 +70,8 @@ def plan_minibatches(
         step: optimizer steps done. section: parts, epochs, seed, and the optimizer steps of the whole run.
 
     Returns:
-        (mini-batches, groups for which the run has no more steps). One mini-batch at least trains, also of a recorded
-        batch (rollout/replay.py).
+        (mini-batches, groups for which the run has no more steps). At least one mini-batch trains, in a recorded batch
+        too (rollout/replay.py).
     """
     ids = [group.group_id for group in batch.groups]
     steps = [one for one in batch.recorded or _steps(ids, step, section) if one.step <= section.steps]
@@ -100,8 +101,8 @@ def plan_minibatches(
 
 
 def _steps(groups: Sequence[int], step: int, section: TrainerSection) -> list[RecordedMiniBatch]:
-    """Split groups, by id, in their own order for the first epoch, and in one of its own for each other. Returns what a
-    run will record of these steps if all of them train."""
+    """Split the ids of groups into steps: in the given order in the first epoch, and in a new order in each further
+    one. Returns what a run will record of these steps if all of them train."""
     steps: list[RecordedMiniBatch] = []
     for epoch in range(1, section.epochs_per_batch + 1):
         ordered = groups if epoch == 1 else [groups[i] for i in epoch_order(len(groups), section.seed, step + 1, epoch)]
@@ -114,14 +115,14 @@ def epoch_order(num_groups: int, seed: int, first_step: int, epoch: int) -> list
     """Return the order of a batch's groups in an epoch after the first.
 
     Args:
-        num_groups: of the batch. seed: of the run. first_step: its first optimizer step. epoch: over it, from 2.
+        num_groups: of the batch. seed: of the run. first_step: the batch's first optimizer step. epoch: from 2.
     """
     keys = np.random.PCG64(np.random.SeedSequence([seed, first_step, epoch])).random_raw(num_groups)
     return np.argsort(keys, kind="stable").tolist()
 
 
 def _split(groups: Sequence[int], parts: int) -> list[tuple[int, ...]]:
-    """Consecutive parts whose sizes differ by at most one; no more parts than groups."""
+    """Return consecutive parts whose sizes differ by at most one; no more parts than groups."""
     parts = min(parts, len(groups))
     bounds = [i * len(groups) // parts for i in range(parts + 1)] if parts else []
     return [tuple(groups[a:b]) for a, b in pairwise(bounds)]

@@ -22,7 +22,8 @@ _SHOWN_CHARACTERS = 160
 
 
 def describe(groups: Sequence[Group]) -> str:
-    """How the answers were judged, `no_answer` first, and two of them; one line, for the end of a message."""
+    """Say how the answers were judged, `no_answer` first, and show two of them, in one line for the end of a
+    message."""
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     if not verdicts:
         return "No answer was verified."
@@ -34,7 +35,7 @@ def describe(groups: Sequence[Group]) -> str:
 
 
 def _samples(groups: Sequence[Group], reasons: Sequence[str]) -> list[str]:
-    """Two answers: of the two most telling reasons, or of two problems."""
+    """Return two answers: of the two most telling reasons or, if there is only one reason, of two problems."""
     pairs = [
         (group, rollout.text, verdict)
         for group in groups
@@ -48,7 +49,7 @@ def _samples(groups: Sequence[Group], reasons: Sequence[str]) -> list[str]:
 
 
 def _sample(group: Group, text: str, verdict: Verdict) -> str:
-    """Return the end of the answer: there a verifier looks."""
+    """Show one answer by its end, where a verifier looks."""
     shown = safe_text(text[-_SHOWN_CHARACTERS:], 2 * _SHOWN_CHARACTERS, one_line=True)
     cut = "..." if len(text) > _SHOWN_CHARACTERS else ""
     prompt, gold = (safe_text(value, 80, one_line=True) for value in (group.prompt.id, group.prompt.answer))
@@ -57,8 +58,8 @@ def _sample(group: Group, text: str, verdict: Verdict) -> str:
 
 @dataclass(slots=True)
 class SignalWatch:
-    """Warns when step after step no group has both right and wrong answers, nor any answer an advantage, which only a
-    filter would end the run for. What ranks learn of beside it, such as a critic or a KL, is not looked at.
+    """Warns when for several steps in a row no group has both right and wrong answers and no answer has an advantage.
+    Only a filter would end the run for that. What ranks learn from besides, such as a critic or a KL, is not looked at.
 
     Not part of a checkpoint: a resumed run counts anew.
     """

@@ -1,7 +1,7 @@
 """How far generation may run ahead of training.
 
-The controller's `_generate` waits here for the turn of each batch; `_train` tells what became of those before. It
-counts batches and optimizer steps, and knows nothing of what is in them.
+Before each batch the controller's `_generate` waits here; `_end_batch` reports each batch that is trained. Only batches
+and optimizer steps are counted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Pace:
         self._steps, self._batches_ahead = steps, batches_ahead
         self._changed = asyncio.Condition()
         self._step = 0
-        self._steps_of: deque[int] = deque()  # of the batches that are sampled and not used up, the oldest first
+        self._steps_of: deque[int] = deque()  # of the batches that are sampled and not trained yet, oldest first
         self.batches_done = 0
-        """Batches that were used up."""
+        """Batches that are trained."""
 
     @property
     def planned_step(self) -> int:
-        """The optimizer step at which every batch that was sampled will be used up."""
+        """The optimizer step once every batch sampled so far is trained."""
         return self._step + sum(self._steps_of)
 
     def go_on_from(self, step: int, batches_done: int) -> None:
@@ -35,11 +35,11 @@ class Pace:
         self.batches_done = batches_done
 
     def sampled(self, steps: int) -> None:
-        """Take note of a sampled batch, which takes so many optimizer steps."""
+        """Count a sampled batch. Args: steps: optimizer steps that it will take."""
         self._steps_of.append(steps)
 
     async def may_generate(self, batch: int) -> bool:
-        """Wait until the batch of this number may be generated. False: training needs no more batches."""
+        """Wait until the batch with this number may be generated, or no more are needed: then return False."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: (
@@ -50,7 +50,7 @@ class Pace:
         return self._step < self._steps
 
     async def batch_done(self, step: int) -> None:
-        """One more batch is used up: the run is at this step, and the engine has its weights."""
+        """Count a trained batch: the run is at this step, and the engine has its weights."""
         async with self._changed:
             self._step = step
             self._steps_of.popleft()

@@ -1,7 +1,7 @@
-"""What the rollout part expects of everything that it drives, and the controller of the policy.
+"""The interfaces that the rollout code expects of everything it drives, and the controller of the policy.
 
 The seam between the loop and everything that can be swapped: embedded engine or SGLang servers, the policy behind Ray
-or in process, fakes in tests. It holds Protocols only, no behaviour. What the controller needs beyond it: `BatchSource`
+or in process, fakes in tests. It holds Protocols only, no behaviour. The controller needs some more: `BatchSource`
 (sampled_batch.py), `Gpus` (sync/colocation.py), and for weights `ExportingPolicy` and `ReceivingEngine`
 (sync/publish.py).
 """
@@ -27,19 +27,19 @@ class Engine(Protocol):
         ...
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """Yield the rollouts of one request as soon as all of them ended, in any order of requests.
+        """Yield the rollouts of a request as one tuple as soon as all of them have ended; requests come in any order.
 
-        Every rollout carries the group id, attempt and index it was asked for, `text` decoded, and `loss_mask` and
+        Every rollout carries the group id, attempt and index of its request, its decoded `text`, and `loss_mask` and
         `logprobs` of its response. A rollout that could not be finished has the finish reason "abort" or is left out;
-        one that reached its entry of `limits` has "segment". Closing the iterator early aborts what is still running.
-        Many calls may run at once, of one request or many: an engine bounds by itself how much it generates together.
-        Conversations ask for one rollout a request, so a call may have several requests of one group. An engine may go
-        on from `partial` of a request, or start over.
+        one that stopped at its limit in `limits` has "segment". Closing the iterator early aborts what is still
+        running. Many calls, each with one or more requests, may run at once: the engine itself limits how much it
+        generates concurrently. Conversations ask for one rollout per request, so a call may have several requests for
+        one group. An engine may continue from a request's `partial`, or start over.
         """
         ...
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
-        """Stop these groups (None: all), also those that still wait for their turn; their iterators end soon.
+        """Stop these groups (None: all), including those that are still queued; their iterators end soon.
 
         Their rollouts come back with the finish reason "abort" and the tokens they have, or not at all.
         """
@@ -55,20 +55,20 @@ class HasEnding(Protocol):
     """An engine with processes of its own; the run ends when they do."""
 
     async def fatal_error(self) -> Exception:
-        """Wait until it cannot go on, and return why."""
+        """Wait until the engine cannot go on, and return the cause."""
         ...
 
 
 class Rollouter(Protocol):
-    """Takes groups from their prompts to scored rollouts; `SingleTurn`, `Conversations` and `Mixed` do."""
+    """Takes groups from their prompts to scored rollouts: `SingleTurn`, `Conversations` or `Mixed`."""
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """As `Engine.generate`, where a rollout may be a whole conversation. Raises EngineError, WorkerError,
-        RewardError, RolloutError."""
+        """Yield rollouts like `Engine.generate`; a rollout may be a whole conversation. Raises EngineError,
+        WorkerError, RewardError, RolloutError."""
         ...
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
-        """As `Engine.abort`."""
+        """Stop groups like `Engine.abort`."""
         ...
 
     async def score(self, rollouts: Sequence[tuple[Rollout, Prompt]]) -> list[Verdict]:
@@ -76,29 +76,29 @@ class Rollouter(Protocol):
         ...
 
     def counters(self) -> dict[str, int]:
-        """Return metric key -> count since the run began; empty where nothing beside the engine can fail."""
+        """Return metric key -> count since the run began; empty where nothing but the engine can fail."""
         ...
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Go on from counts of a checkpoint; keys of others are among them."""
+        """Continue from the counts of a checkpoint, which also has the keys of other parts."""
         ...
 
     async def close(self) -> None:
-        """Release what it has beside the engine and the verifiers. May be called twice."""
+        """Release everything but the engine and the verifiers. May be called twice."""
         ...
 
 
 class Scorer(Protocol):
-    """Verifies answers; `reward.pool.RewardPool` does, and a run's `VerifierPools`."""
+    """Verifies answers: `reward.pool.RewardPool`, or a run's `VerifierPools`."""
 
     async def score_async(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict]:
-        """Verdicts of (answer text, gold answer, statement of the problem), in order. Raises RewardError,
+        """Return one verdict per (answer text, gold answer, statement of the problem), in order. Raises RewardError,
         WorkerError."""
         ...
 
     @property
     def failed_starts(self) -> int:
-        """Starts of verifier processes that failed and were tried again, since the run began or was resumed."""
+        """Starts of verifier processes that failed and were retried, since the run began or was resumed."""
         ...
 
 
@@ -118,8 +118,8 @@ class PromptSource(Protocol):
         ...
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Learn what became of the prompts of a batch; called once a batch, with the groups that became
-        complete while it was filled, by group id."""
+        """Learn the outcomes of the prompts of a batch. Called once per batch, with the groups that were completed
+        while it was filled, ordered by group id."""
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -135,11 +135,11 @@ class Notices(Protocol):
     """Where a person is told what happened; the progress display is one."""
 
     def notice(self, message: str) -> None:
-        """Something worth knowing."""
+        """Report something worth knowing."""
         ...
 
     def warn(self, message: str) -> None:
-        """Something a person should look at."""
+        """Report something that a person should look at."""
         ...
 
 
@@ -155,23 +155,25 @@ class Policy(Protocol):
     """The policy under training."""
 
     async def prepare(self, batch: StepBatch) -> PreparedStep:
-        """Return the batch with the log-probs and values that it needs, under the weights of now, or a reference's."""
+        """Return the batch with the log-probs and values that its loss needs, by the current weights or a
+        reference's."""
         ...
 
     async def train(self, prepared: PreparedStep, step: int) -> StepResult:
-        """One optimizer step; where something is not finite it is not taken: StepResult.skipped, or NonFiniteError."""
+        """Take one optimizer step. If something is not finite it is not taken: StepResult.skipped or NonFiniteError."""
         ...
 
     async def save(self, directory: Path, captured: Callable[[], None]) -> None:
         """Write everything it needs into an existing, empty directory.
 
-        `captured` is called when the next step may begin: what is written is the state as it was at the call.
-        LostSaveError: it cannot be had any more, since a rank was lost and a step made meanwhile; the run goes on.
+        `captured` is called as soon as the next step may begin; the files hold the state at the time of the call to
+        `save`. Raises LostSaveError: that state is gone, since a rank was lost and another step was taken meanwhile;
+        the run goes on.
         """
         ...
 
     async def load(self, directory: Path) -> None:
-        """Continue from such a directory."""
+        """Continue from a directory that `save` has written."""
         ...
 
     async def close(self) -> None:
@@ -187,7 +189,7 @@ class MetricsSink(Protocol):
         ...
 
     def truncate_after(self, step: int) -> int:
-        """Drop later steps."""
+        """Drop later steps. Returns the number of lines dropped."""
         ...
 
 
@@ -195,7 +197,7 @@ class Progress(Notices, Protocol):
     """What a person sees; `observe.progress.Progress` is one."""
 
     def stage(self, name: str, text: str = "") -> None:
-        """Show what the start waits for, under a name; an empty text ends it."""
+        """Show under a name what the start is waiting for; an empty text removes it."""
         ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -217,5 +219,6 @@ class CheckpointStore(Protocol):
     async def save(
         self, step: int, write: Callable[[Path], Awaitable[None]], state: Mapping[str, Any], notices: Notices
     ) -> Path:
-        """Make a checkpoint of what `write` puts into a directory and of `state`: durable, or an error and nothing."""
+        """Make a durable checkpoint of `state` and of what `write` puts into a directory. After an error there is
+        none."""
         ...

@@ -1,9 +1,9 @@
 """Recorded rollouts: one Parquet file per optimizer step, enough to train again without engines.
 
 The controller writes the groups of each step under RUN/rollouts, and the sampler those of an untrainable batch; the
-report shows them, and a replay reads them back. A checkpoint has such a file of the groups that wait, which a resume
-reads. Files are written whole or not at all, and are on disk when a call returns. What is in them: group_columns.py. It
-refuses damaged files, and never unpickles.
+report shows them, and a replay reads them back. A checkpoint has such a file with the groups that wait, which a resume
+reads. Files are written whole or not at all, and are on disk when a call returns. group_columns.py defines their
+content. Damaged files are refused, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_daro.rollout.ledger import OUTCOMES, Outcome
 from megatron_daro.types import Group
 
 WAITING_FILE = "waiting.parquet"
-"""In a checkpoint: the groups that wait for the next batch; not there when none does."""
+"""In a checkpoint: the groups that wait for the next batch; absent if none does."""
 MINIBATCH = "megatron_daro.minibatch"
 """In the metadata of a step's file: its `RecordedMiniBatch` as JSON."""
 _STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
@@ -37,9 +37,9 @@ _UNTRAINABLE_FILE = re.compile(r"untrainable_(\d{6,})\.parquet")
 class RecordedMiniBatch:
     """What a recorded optimizer step was made of.
 
-    step: its number; first_step: that of the first step of its batch. epoch: of the batch, from 1. group_ids: of its
-    mini-batch, in order; each group is in the file of the first step that trained it, or else of its last. applied:
-    whether the step was taken, and not skipped.
+    step: its number. first_step: the number of its batch's first step. epoch: of the batch, from 1. group_ids: of its
+    mini-batch, in order; each group is in the file of the first step that trained it, or of its last step if none did.
+    applied: whether the step was taken, and not skipped.
     """
 
     step: int
@@ -50,20 +50,21 @@ class RecordedMiniBatch:
 
 
 class Recorder:
-    """Writer of a run's rollouts; reopened freely after a crash."""
+    """Writes a run's rollouts. After a crash it can simply be created again."""
 
     def __init__(self, run_dir: Path) -> None:
         """Args: run_dir: the run directory."""
         self._run_dir = Path(run_dir).absolute()
 
     def write_step(self, step: int, groups: Mapping[Outcome, Sequence[Group]], minibatch: RecordedMiniBatch) -> Path:
-        """Write RUN/rollouts/step_{step}.parquet, replacing one of an earlier try; on disk when this returns.
+        """Write RUN/rollouts/step_{step}.parquet, replacing the file of an earlier try; on disk when this returns.
 
-        Untrainable batches that were sampled on the way to this step are among its groups, so their files go.
+        Groups of untrainable batches that were sampled on the way to this step are among its groups, so the files of
+        these batches are removed.
 
         Args:
             step: optimizer step.
-            groups: outcome -> groups that no earlier step has. The trained ones keep their order.
+            groups: outcome -> groups that no earlier step has written. The trained ones keep their order.
             minibatch: what the step was made of.
 
         Raises:
@@ -109,7 +110,7 @@ class Recorder:
 
 
 def recorded_steps(run_dir: Path) -> list[int]:
-    """Return steps that have a file under RUN/rollouts, in order."""
+    """Return the steps that have a file under RUN/rollouts, in order."""
     return sorted(number for number, _ in _step_files(Path(run_dir)))
 
 
@@ -143,7 +144,7 @@ def read_minibatch(run_dir: Path, step: int) -> RecordedMiniBatch:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Name the file that is missing, torn or not what `Recorder` writes. Raises DataError."""
+    """Turn what reading raises into a DataError that names the file: missing, torn or not what `Recorder` writes."""
     try:
         yield
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
@@ -206,10 +207,10 @@ def write_groups(
     run_dir: Path | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write groups as one Parquet file: beside its place, synced, then renamed.
+    """Write groups as one Parquet file: to a temporary file beside it, synced, then renamed.
 
     Args:
-        run_dir: files of experts in it are named from there. metadata: of the file, beside that of its format.
+        run_dir: files of experts inside it are named relative to it. metadata: of the file, besides FORMAT.
 
     Raises:
         DataError: the disk refused; what stood at `path` before is untouched.
@@ -231,7 +232,7 @@ def write_groups(
 
 
 def _write(path: Path, groups: Iterable[RecordedGroup], run_dir: Path | None, metadata: Mapping[str, str]) -> None:
-    """pyarrow's own file, not one of Python: it writes without the interpreter's lock."""
+    """Write through a file of pyarrow's, not of Python's, since that writes without the interpreter's lock."""
     with pa.OSFile(str(path), "wb") as sink:
         writer = pq.ParquetWriter(sink, SCHEMA, **WRITER_OPTIONS)
         try:

@@ -1,9 +1,9 @@
-"""Recorded batches instead of engines: the train part of a run, again.
+"""Recorded batches instead of engines: repeats the training part of a run.
 
-RUN/rollouts -> ReplaySource -> controller, in the sampler's place. Gives the groups of every recorded batch that
+RUN/rollouts -> ReplaySource -> controller, in the sampler's place. It gives the groups of every recorded batch that
 trained, with its mini-batches and epochs at their recorded steps, so training is bit for bit that of the recorded run.
-Filtered and dropped groups come with them, since accuracy counts them; they train nothing.
-It refuses gaps: a run that was recorded in part.
+Filtered and dropped groups come with them, since accuracy counts them; they train nothing. It refuses a recording with
+gaps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, reading_
 from megatron_daro.types import Group
 
 _STEP = "last_step"
-"""The key of the source's state: the recorded step that it is at."""
+"""Key of the source's state: the recorded step after which it continues."""
 
 
 class ReplaySource:
@@ -32,16 +32,16 @@ class ReplaySource:
     def __init__(
         self, run_dir: Path, *, section: TrainerSection, rollouts_per_prompt: int, deadlines: Deadlines
     ) -> None:
-        """Read the list of steps and what the first batch was made of, no rollouts yet.
+        """Read the list of steps and what the first batch was made of, but no rollouts yet.
 
         Args:
-            run_dir: the recorded run. section: of this run, whose batches may have no fewer steps.
+            run_dir: the recorded run. section: of this run, whose batches must have at least as many steps and epochs.
             rollouts_per_prompt: K of this run; must be that of the recorded one.
             deadlines: the table of deadlines.
 
         Raises:
-            DataError: nothing was recorded, steps are missing before the last one, or a batch has more steps than this
-                run's.
+            DataError: nothing was recorded, steps are missing before the last one, or the first batch has more steps or
+                epochs than this run's.
         """
         self._run_dir, self._section = Path(run_dir), section
         self._size = rollouts_per_prompt
@@ -60,7 +60,7 @@ class ReplaySource:
         self._check_size(self._minibatches(1))
 
     def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
-        """Continues after the recorded step in `state`.
+        """Continue after the recorded step in `state`.
 
         Raises:
             CheckpointError: the state is torn.
@@ -73,7 +73,8 @@ class ReplaySource:
         """Return the next recorded batch that trained any group; None after the last one.
 
         Raises:
-            DataError: a file is damaged, groups are not of K rollouts, or the batch has more steps than this run's.
+            DataError: a file is damaged, groups do not have K rollouts, or the batch has more steps or epochs than this
+                run's.
         """
         while self._last_step < self._steps[-1]:
             reading = asyncio.to_thread(self._read_batch, self._last_step + 1)
@@ -110,7 +111,8 @@ class ReplaySource:
         return minibatches
 
     def _check_size(self, minibatches: Sequence[RecordedMiniBatch]) -> None:
-        """Refuse a batch of more steps than this run has reckoned with: its old log-probs would be made otherwise."""
+        """Refuse a batch with more steps or epochs than this run's options: its old log-probs would be made
+        differently."""
         epochs, steps = minibatches[-1].epoch, minibatches[-1].step - minibatches[0].first_step + 1
         if epochs > self._section.epochs_per_batch or steps > self._section.steps_per_batch:
             raise DataError(
@@ -122,7 +124,8 @@ class ReplaySource:
     def _batch(
         self, minibatches: Sequence[RecordedMiniBatch], recorded: Sequence[tuple[Group, Outcome]]
     ) -> SampledBatch:
-        # Old log-probs of a mini-batch are made of it as it was in the first epoch, also if it was not finite there.
+        # Old log-probs are made of the mini-batches of the first epoch. So one whose step was skipped there is planned
+        # as well, if a step that was taken trains one of its groups.
         within = [minibatch for minibatch in minibatches if minibatch.step <= self._section.steps]
         trained = {group_id for minibatch in within if minibatch.applied for group_id in minibatch.group_ids}
         planned = [one for one in within if one.applied or (one.epoch == 1 and not trained.isdisjoint(one.group_ids))]

@@ -1,7 +1,7 @@
 """One answer to a prompt, and its verdict: any of a prompt's gold answers counts as right.
 
-(answer text, prompt) -> pairs of text and gold -> Scorer -> one Verdict each. Training and evaluation both ask here.
-Refuses a scorer that does not give one verdict a pair.
+(answer text, prompt) -> pairs of text and gold -> Scorer -> one Verdict each. Training and evaluation both use it.
+Refuses a scorer that does not give one verdict per pair.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 
 
 async def judge(scorer: Scorer, answers: Sequence[tuple[str, Prompt]]) -> list[Verdict]:
-    """One verdict per (answer text, prompt), in order.
+    """Return one verdict per (answer text, prompt), in order.
 
     Where a prompt has alternatives, the verdict is that of the first gold that matches, else that of its first gold.
 
@@ -31,7 +31,7 @@ async def judge(scorer: Scorer, answers: Sequence[tuple[str, Prompt]]) -> list[V
 
 
 class SingleTurn:
-    """The Rollouter of one answer a rollout, which the verifiers judge."""
+    """The Rollouter of single answers, which the verifiers judge."""
 
     def __init__(self, engine: Engine, scorer: Scorer) -> None:
         """Start nothing."""
@@ -50,11 +50,11 @@ class SingleTurn:
         return await judge(self._scorer, [(rollout.text, prompt) for rollout, prompt in rollouts])
 
     def counters(self) -> dict[str, int]:
-        """Count nothing: there is nothing between engine and verifiers that fails."""
+        """Return no counts: between engine and verifiers nothing can fail."""
         return {}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """Take nothing over."""
+        """Do nothing, since nothing is counted."""
 
     async def close(self) -> None:
-        """End nothing: engine and scorer belong to the run."""
+        """Do nothing: engine and scorer belong to the run."""

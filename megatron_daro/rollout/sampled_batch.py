@@ -1,8 +1,8 @@
 """What the sampler (or replay) hands to the controller: one batch of groups, and where to continue after it.
 
-Sampler or replay -> SampledBatch -> controller. The snapshot is taken when the batch is
-complete and before the next one is begun, so a checkpoint written after the batch was trained repeats nothing and
-loses nothing, however far generation has run ahead by then. Holds no behaviour beyond that.
+Sampler or replay -> SampledBatch -> controller. The snapshot is taken when the batch is complete and before the next
+one is begun, so a checkpoint written after the batch was trained repeats nothing and loses nothing, however far
+generation has run ahead by then.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Snapshot:
 
     @property
     def handed_over(self) -> frozenset[int]:
-        """Ids of the groups that the controller had: of this batch, and of those before that were not used up yet."""
+        """Ids of the groups that the controller had: of this batch, and of earlier ones that were not used up yet."""
         waiting = {group.group_id for group in self.surplus} | {group.group_id for group in self.unfinished}
         return frozenset(group_id for group_id, _ in self.ledger["outstanding"] if group_id not in waiting)
 
@@ -43,7 +43,7 @@ class Snapshot:
         """Return the state to continue from, as plain values, without the groups that wait: those are `waiting`.
 
         Args:
-            outcomes: what became of the groups of `handed_over`, and maybe of others.
+            outcomes: of all groups of `handed_over`, and maybe of others.
 
         Returns:
             `source`, `ledger` and `counters`; only the groups of `surplus` and `unfinished` are outstanding.
@@ -65,10 +65,9 @@ class Snapshot:
 class SampledBatch:
     """The groups of one batch and what sampling them took.
 
-    groups: to be trained, by group id. filtered, dropped: the others that ended meanwhile (a dropped group may be
-    incomplete). rounds: rounds of prompts. rollout_s: seconds. generated_tokens: generated in these seconds.
-    counters: metric key -> value (docs/metrics.md). recorded: of a replay: the optimizer steps that were made of
-    these groups.
+    groups: to be trained, by group id. filtered, dropped: the other groups that ended meanwhile (a dropped one may be
+    incomplete). rounds: rounds of prompts. rollout_s: seconds. generated_tokens: generated in these seconds. counters:
+    metric key -> value (docs/metrics.md). recorded: in a replay, the optimizer steps that were made of these groups.
     """
 
     groups: tuple[Group, ...]
@@ -84,7 +83,7 @@ class SampledBatch:
 
 @contextmanager
 def reading_state() -> Iterator[None]:
-    """Take over a saved state. Raises CheckpointError: it is torn, or does not add up."""
+    """Turn what reading a saved state raises into a CheckpointError: it is torn, or does not add up."""
     try:
         yield
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:

@@ -1,7 +1,7 @@
-"""From batch to batch: what was left over + what `BatchFiller` fills up -> SampledBatch, and what is left over now.
+"""From batch to batch: groups left over by the last one + groups from `BatchFiller` -> SampledBatch + what is left now.
 
-It tells batch and surplus apart by group id, and takes the snapshot to continue from. It refuses a run in which no
-group carries a signal, whose answers it has recorded, and groups that are too old; it trains nothing.
+Drops groups that are too old, cuts the batch at its size (lowest ids first), and takes the snapshot that a checkpoint
+continues from. Where several batches in a row have no group that can be trained, it ends the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_daro.types import Group
 
 _UNFINISHED = "rollout/groups_unfinished"
 _FAILED_STARTS = "reward/failed_worker_starts"
-_MORE_EMPTY_BATCHES = 2  # in a row, beyond those that the longest answer takes
+_MORE_EMPTY_BATCHES = 2  # empty batches in a row, beyond those that the longest answer may take
 
 
 class Sampler:
@@ -45,11 +45,11 @@ class Sampler:
         """Start nothing.
 
         Args:
-            parts: what groups are made of. scorer: the verifiers, whose failed starts are counted.
-            finish_batch: the way in which a batch is filled (filling.py).
-            kept_bins: the bins 0..K whose groups are trained; the others are replaced (dynamic sampling).
+            parts: what sampling works with. scorer: the verifiers, whose failed starts are counted.
+            finish_batch: the way to fill a batch (filling.py).
+            kept_bins: the bins 0..K whose groups are trained; others are replaced (dynamic sampling).
             steps_per_batch: optimizer steps of a batch: one batch of staleness is that many weight versions.
-            recorder: where batches without a trainable group are written; None: nowhere.
+            recorder: writes batches without a trainable group; None: they are not written.
         """
         self._section = parts.section
         self._source = parts.source
@@ -60,7 +60,7 @@ class Sampler:
         self._filler = BatchFiller(parts, finish_batch)
         self._kept_bins = kept_bins
         self._max_lag = parts.section.max_staleness * steps_per_batch
-        # A group that begins in the first of them can end as late as in the last of its segments.
+        # A group that begins in the first empty batch may take until the last of its segments to end.
         self._max_empty = parts.section.segments + _MORE_EMPTY_BATCHES
         self.ledger = parts.ledger
         self._surplus: tuple[Group, ...] = ()
@@ -70,11 +70,11 @@ class Sampler:
         self._deadlines = parts.deadlines
 
     def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
-        """Continue where `Snapshot.to_json` says: same prompts, same group ids, same groups that wait.
+        """Continue from `Snapshot.to_json`, with the same prompts, group ids and waiting groups.
 
         Raises:
-            CheckpointError: the state is torn or does not add up, or a group that waits has an answer that is
-                longer than answers may be now, or is to go on where there is no room.
+            CheckpointError: the state is torn or does not add up, or a waiting group has an answer longer than answers
+                may be now, or a partial one that has no room to go on.
         """
         with reading_state():
             self._load(state, waiting)
@@ -114,14 +114,14 @@ class Sampler:
         return version - oldest > self._max_lag
 
     async def sample(self, use_version: int) -> SampledBatch:
-        """Sample the next batch: one group that trains at least, prompts_per_batch at most. Tries to fill it that have
-        none, `batches_empty`, are recorded.
+        """Sample the next batch, of 1 to prompts_per_batch trainable groups. An attempt that finds none is recorded,
+        counted in `rollout/batches_empty`, and followed by another.
 
         Args:
-            use_version: the policy's weight version when the batch will be trained.
+            use_version: the policy's weight version when training of the batch will begin.
 
         Raises:
-            DataError: no trainable group in too many batches in a row, or no prompts.
+            DataError: too many attempts in a row found no trainable group, or there are no prompts.
             EngineError, WorkerError, RewardError, RolloutError, DeadlineError: engine, verifiers or environment failed.
         """
         started, tokens_before = time.perf_counter(), self._collector.fresh_tokens
@@ -157,7 +157,7 @@ class Sampler:
         )
 
     async def _record_untrainable(self, batch: BatchSoFar, step: int) -> str:
-        """Write what was sampled for a step so far and trains nothing. Returns where people find it."""
+        """Write the groups sampled so far for a step, none of which trains. Returns where they are, for a message."""
         if self._recorder is None:
             return "observe.save_rollouts is off, so the answers were not recorded"
         groups: dict[Outcome, list[Group]] = {"filtered": batch.filtered, "dropped": batch.dropped}
@@ -166,7 +166,7 @@ class Sampler:
         return f"its answers are in {path}, which `megatron-daro report` shows"
 
     def _take_surplus(self, batch: BatchSoFar, use_version: int) -> None:
-        """Begin with the surplus of the batch before, but for groups that will be too old."""
+        """Begin with the surplus of the last batch; drop groups that will be too old."""
         for group in self._surplus:
             if self._is_stale(group.weight_version, use_version):
                 batch.drop([group])
@@ -189,10 +189,10 @@ class Sampler:
         batch.drop(group.finished for group in groups)
 
     async def _fill(self, batch: BatchSoFar) -> None:
-        """Fill the batch up; the 1st, 2nd, 4th, 8th... batch of this process that stays short is announced."""
+        """Fill the batch up. The 1st, 2nd, 4th, 8th... short batch of this process is announced."""
         ended_before = batch.fresh_total
         self._unfinished = await self._filler.fill(batch, self._unfinished)
-        while self._unfinished and not batch.kept and batch.fresh_total == ended_before:  # set aside, all of them
+        while self._unfinished and not batch.kept and batch.fresh_total == ended_before:  # all were set aside
             self._unfinished = await self._filler.fill(batch, self._unfinished)
         target = self._section.prompts_per_batch
         if 0 < len(batch.kept) < target:

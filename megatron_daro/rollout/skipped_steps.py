@@ -13,9 +13,10 @@ _MAX_BATCHES_IN_A_ROW = 5
 
 
 class SkippedSteps:
-    """`total` counts since the run began: in every step's line of metrics (`rollout/steps_skipped`) and in checkpoints.
+    """Counts skipped steps. `total`, since the run began, is in every line of metrics (`rollout/steps_skipped`) and in
+    checkpoints.
 
-    The fifth batch in a row all of whose steps were skipped ends the run; a resumed run counts these anew.
+    The fifth batch in a row all of whose steps were skipped ends the run; a resumed run counts batches anew.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class SkippedSteps:
         self._trained_step, self._batches_in_a_row = minibatch.step, 0
 
     def skipped(self, minibatch: MiniBatch, cause: str) -> None:
-        """Take note of a step that was skipped. Raises DataError: with it, too many batches trained nothing."""
+        """Take note of a step that was skipped. Raises DataError: too many batches in a row trained nothing."""
         self.total += 1
         if minibatch.last and self._trained_step < minibatch.first_step:  # nor was any other step of the batch taken
             self._batches_in_a_row += 1

@@ -1,12 +1,12 @@
-"""What the groups of a batch and of its steps say in numbers: accuracy, length, bins, predicted loss, staleness.
+"""Metrics of the groups of a batch and of its steps: accuracy, length, bins, predicted loss, staleness.
 
 Groups and the built batch -> metrics, merged by the controller with what the policy reports. It measures samples only
 and knows no losses but the predicted one.
 
 To add a metric of groups: write a function of them here, put it into GROUP_METRICS, and its key into docs/metrics.md;
-metrics.jsonl, TensorBoard and the report's table then have it. It measures all groups that came to the batch (surplus
-comes to the one that takes it), so each step of the batch has the same number. What is of one step's groups alone
-stands in `step_metrics`; what each of several environments has too, in _OF_ENVIRONMENTS.
+metrics.jsonl, TensorBoard and the report's table then have it. It measures all groups of the batch (surplus belongs to
+the batch that takes it), so each step of the batch has the same number. Metrics of one step's groups alone belong in
+`step_metrics`; those that each of several environments has too, in _OF_ENVIRONMENTS.
 
 Shape letters: N samples, K rollouts per prompt.
 """
@@ -26,7 +26,7 @@ from megatron_daro.rollout.sampled_batch import SampledBatch
 from megatron_daro.types import Group, Rollout, StepBatch, Verdict
 
 GroupMetrics = Callable[[Sequence[Group]], Mapping[str, float]]
-"""Key -> number, of the complete groups that were sampled for a batch, the filtered and dropped ones too."""
+"""Returns key -> number for the complete groups that were sampled for a batch, including filtered and dropped ones."""
 
 
 def _correctness(groups: Sequence[Group]) -> dict[str, float]:
@@ -55,11 +55,11 @@ def _conversations(groups: Sequence[Group]) -> dict[str, float]:
 
 
 GROUP_METRICS: tuple[GroupMetrics, ...] = (_correctness, _responses, _conversations)
-"""Of every run."""
+"""Measured in every run."""
 
 
 def step_metrics(minibatch: MiniBatch, columns: StepBatch, steps_per_batch: int) -> dict[str, float]:
-    """Measure the groups of one optimizer step, with the filtered ones in the batch's first."""
+    """Measure the groups of one optimizer step. The bins of a batch's first step include its filtered groups."""
     metrics = group_bins((*minibatch.groups, *minibatch.filtered), columns.rollouts_per_prompt)
     metrics |= length_metrics(columns)
     metrics |= _divergence(minibatch.groups)
@@ -69,8 +69,8 @@ def step_metrics(minibatch: MiniBatch, columns: StepBatch, steps_per_batch: int)
 
 
 def _divergence(groups: Iterable[Group]) -> dict[str, float]:
-    """Return the mean of log p(policy) - log p(teacher) over the tokens of the model, which estimates the reverse KL
-    divergence, where a teacher has read them."""
+    """Return the mean of log p(policy) - log p(teacher), which estimates the reverse KL divergence, over the trained
+    tokens of the rollouts that a teacher has read; nothing if there are none."""
     rollouts = [r for group in groups for r in group.rollouts if r.teacher_logprobs is not None]
     parts = [(r.logprobs - r.teacher_logprobs)[r.loss_mask == 1] for r in rollouts]
     return {"distill/reverse_kl": _mean(np.concatenate(parts))} if parts else {}
@@ -79,13 +79,14 @@ def _divergence(groups: Iterable[Group]) -> dict[str, float]:
 def batch_metrics(
     batch: SampledBatch, rollouts_per_prompt: int, environment_of_source: Mapping[str, str]
 ) -> dict[str, float]:
-    """Measure every complete group that came to the batch (surplus, to the one that takes it), and what its sampling
-    took.
+    """Measure every complete group of the batch (surplus belongs to the batch that takes it), and what sampling it
+    cost.
 
     Filtered groups count: without them, dynamic sampling would push the accuracy towards one half.
 
     Args:
-        batch: the sampled batch. rollouts_per_prompt: K. environment_of_source: of several environments.
+        batch: the sampled batch. rollouts_per_prompt: K. environment_of_source: data source -> environment, of a run
+            with several.
 
     Returns:
         What GROUP_METRICS give, `rollout/rounds`, `throughput/rollout_tokens_per_s`, the batch's counters, and what
@@ -101,7 +102,7 @@ def batch_metrics(
 
 
 def sampled_groups(batch: SampledBatch, rollouts_per_prompt: int) -> list[Group]:
-    """Return the complete groups that were sampled for a batch, the filtered and dropped ones too."""
+    """Return the complete groups that were sampled for a batch, including filtered and dropped ones."""
     return [g for g in (*batch.groups, *batch.filtered, *batch.dropped) if len(g.rollouts) == rollouts_per_prompt]
 
 
@@ -128,7 +129,7 @@ _OVERFLOW = ("context_overflow", "out_of_room")
 
 
 def turn_metrics(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """Count turns, observed tokens and the limits that ended conversations; nothing where all are single answers."""
+    """Measure turns, observed tokens, rewards and the limits that ended conversations; nothing for single answers."""
     turns = [[generated for _, generated in rollout.turns if generated] for rollout in rollouts if rollout.turns]
     if not turns:
         return {}
@@ -145,7 +146,7 @@ def turn_metrics(rollouts: Sequence[Rollout], verdicts: Sequence[Verdict]) -> di
 
 
 def _reward_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """Return the mean of each named reward over the conversations that were given it."""
+    """Return the mean of each named reward over the conversations that got it."""
     by_name: dict[str, list[float]] = {}
     for verdict in verdicts:
         for name, value in verdict.rewards:
@@ -154,13 +155,13 @@ def _reward_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
 
 
 def group_bins(groups: Iterable[Group], rollouts_per_prompt: int) -> dict[str, float]:
-    """`difficulty/groups/{k}` for every k in 0..K, of complete groups."""
+    """Count complete groups by bin: `difficulty/groups/{k}` for every k in 0..K."""
     bins = Counter(group.bin for group in groups)
     return {f"difficulty/groups/{k}": float(bins[k]) for k in range(rollouts_per_prompt + 1)}
 
 
 def length_metrics(batch: StepBatch) -> dict[str, float]:
-    """Mean trained tokens of right and wrong answers per bin, and the loss that they predict.
+    """Return the mean trained tokens of right and wrong answers per bin, and the loss that they predict.
 
     Args:
         batch: the batch as it is trained (after overlong filtering).
@@ -184,7 +185,8 @@ def length_metrics(batch: StepBatch) -> dict[str, float]:
 
 
 def mean_staleness(groups: Sequence[Group], version: int, steps_per_batch: int) -> float:
-    """Mean age of the groups' weights at a policy of this version, in batches (the unit of max_staleness)."""
+    """Return how far the groups' weights are behind a policy of this version, on average, in batches as
+    max_staleness."""
     return _mean(version - group.weight_version for group in groups) / steps_per_batch
 
 
@@ -194,7 +196,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the probability that k of the samples, drawn without replacement, hold a right one.
+    """Return the probability that k of the samples, drawn without replacement, include a right one.
 
     The unbiased estimate of Chen et al. (arXiv 2107.03374, section 2.1): 1 - C(n - c, k) / C(n, k). In integers, with
     one correctly rounded division at the end, so it is exact for any n.

@@ -1,4 +1,4 @@
-"""Answer workers: processes on the nodes that put the engine's questions to SGLang servers.
+"""Answer workers: processes on the nodes that send the engine's questions to SGLang servers.
 
     driver: SGLangEngine -> AnswerWorkers.ask -> the least busy process (node_workers.py)
     process: AnswerWorker.ask -> DirectAsker.ask (engine/sglang/asking.py) -> HTTP
@@ -28,8 +28,8 @@ from megatron_daro.runtime.ray_calls import WorkerDiedError, actor_class, remote
 from megatron_daro.types import Rollout
 
 _TOGETHER_S = 0.05
-"""Answers that end within this time are told together."""
-# A worker answers by the deadline of the request itself; one that does not within this more is hung.
+"""Answers that end within this time are reported together."""
+# A worker answers by the deadline of the request itself; after this much longer it counts as hung.
 _GRACE_S = 60.0
 
 
@@ -52,12 +52,13 @@ class AnswerWorker:
         self._news = asyncio.Event()
 
     async def ready(self) -> tuple[str, int]:
-        """Node and process, when the tokenizer is loaded. Raises ModelError: here, since Ray cuts what a start says."""
+        """Load the tokenizer; return node and process. Raises ModelError, not in the constructor: Ray cuts its
+        messages."""
         if self._asker is None:
             decode = response_decoder(load_tokenizer(self._path, self._trust))
             self._asker = DirectAsker(decode, self._experts)
             self._asker.when_ended(self._take_ended)
-            spare_event_loop()  # replies are millions of small lists: two thirds of the time went to it
+            spare_event_loop()  # replies are millions of small lists: collections took two thirds of the time
         return own_place()
 
     def _take_ended(self, ended: Sequence[EndedAnswer]) -> None:
@@ -65,7 +66,7 @@ class AnswerWorker:
         self._news.set()
 
     async def ended(self) -> list[EndedAnswer]:
-        """Wait until answers have ended, and return all since the last call; many come in one."""
+        """Wait until answers have ended, and return all that ended since the last call, many at once."""
         await self._news.wait()
         await asyncio.sleep(_TOGETHER_S)
         self._news.clear()
@@ -73,16 +74,17 @@ class AnswerWorker:
         return ended
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
-        """Return the rollouts of one group. Raises as `Asker.ask` says."""
+        """Return the rollouts of one group. Raises what `Asker.ask` raises."""
         assert self._asker is not None, "ask follows ready"
         return await self._asker.ask(question)
 
 
 class AnswerWorkers:
-    """The `Asker` of an engine: actors."""
+    """The `Asker` of an engine: it asks through actors."""
 
     def __init__(self, run: RunContext) -> None:
-        """`engine.sglang.answer_workers` are dealt out to the nodes in turn; unset: one on each."""
+        """Start nothing. `engine.sglang.answer_workers` processes are dealt out to the nodes in turn; unset: one on
+        each."""
         self._count = run.config.engine.sglang.answer_workers
         model = run.config.model
         # Where the experts that servers chose are written to.
@@ -98,11 +100,11 @@ class AnswerWorkers:
 
     @property
     def restarts(self) -> int:
-        """Times that a worker was started again."""
+        """How often a worker was restarted."""
         return self.workers.restarts
 
     async def start(self) -> None:
-        """Start the processes and load the tokenizer in each; again is nothing. Raises DaroError."""
+        """Start the processes and load the tokenizer in each; do nothing if they run. Raises DaroError."""
         if self._started:
             return
         self._started = True
@@ -111,11 +113,11 @@ class AnswerWorkers:
         self.workers.listen("ended", lambda ended: self._take_ended(ended))
 
     def when_ended(self, take: Callable[[Sequence[EndedAnswer]], None]) -> None:
-        """Call `take` with answers that have ended, those of a few moments together."""
+        """Have `take` called with answers that have ended, those of a few moments together."""
         self._take_ended = take
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
-        """Return the rollouts of all calls. Raises as `Asker.ask` says; WorkerError when no worker is left."""
+        """Return the rollouts of all calls. Raises what `Asker.ask` raises."""
         try:
             return await self.workers.call("ask", question, timeout_s=question.timeout_s + _GRACE_S)
         except WorkerDiedError as error:

@@ -1,10 +1,10 @@
 """The Ray cluster of a run: the one that RAY_ADDRESS names, or a private one on this machine.
 
-Started or joined before any worker, left after the last. A named one is asked what it has without joining it, so that a
-layout is judged by the machines that will run it. A private one listens on loopback only, has no dashboard, and dies
-with this process, however it dies. What keeps Ray from starting is found beforehand or told in a sentence: Ray itself
-waits a quarter of an hour for an address where nobody listens, and ends with a traceback where a file cannot be written
-or a limit is too low.
+The cluster is started or joined before any worker, and left after the last. A named one is asked for its resources
+without joining it, so that a layout is checked against the machines that will run it. A private one listens on loopback
+only, has no dashboard, and dies with this process, however it dies. What keeps Ray from starting is found beforehand or
+reported in a sentence: Ray itself waits a quarter of an hour for an address where nothing listens, and ends with a
+traceback if a file cannot be written or a limit is too low.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _UNSET = "fix: start the cluster, correct the address, or unset RAY_ADDRESS for 
 
 
 def ask() -> Hardware | None:
-    """Return what the cluster of RAY_ADDRESS has; None without one.
+    """Return the hardware of the cluster at RAY_ADDRESS; None if that is not set.
 
     Raises:
-        ConfigError: nobody answers there, or not in time.
+        ConfigError: nothing answers there, or not in time.
     """
     address = os.environ.get("RAY_ADDRESS")
     if not address:
@@ -69,7 +69,7 @@ def ask() -> Hardware | None:
 
 
 def check_address(address: str) -> str:
-    """Return host:port of an address of RAY_ADDRESS as Ray has it; refuse one where nobody listens.
+    """Return the value of RAY_ADDRESS as the host:port that Ray makes of it; refuse one where nothing listens.
 
     Raises:
         ConfigError: within twice CONNECT_TIMEOUT_S.
@@ -81,7 +81,7 @@ def check_address(address: str) -> str:
         raise ConfigError(f"RAY_ADDRESS: got {address!r} ({error}); allowed: host:port or auto; {_UNSET}") from error
     if canonical is None:
         raise ConfigError(f"RAY_ADDRESS: got {address!r}, but no Ray cluster runs on this machine; {_UNSET}")
-    # Ray puts the address of the network card in the place of a loopback one; either may be listened on.
+    # Ray replaces a loopback address by that of the network card; the cluster may listen on either.
     failures = [_failure(one) for one in dict.fromkeys((canonical, given)) if one != "auto"]
     if all(failures):
         raise ConfigError(
@@ -92,7 +92,7 @@ def check_address(address: str) -> str:
 
 
 def _failure(address: str) -> str:
-    """Why no connection to host:port can be made; empty if one can."""
+    """Return why no connection to host:port can be made; empty if one can."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
@@ -110,7 +110,7 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
-"""What Ray's processes and workers find, unless a person has set it."""
+"""The environment of Ray's processes and workers, except for variables that the user has set."""
 
 
 @contextmanager
@@ -118,11 +118,12 @@ def cluster(processes: int, *, tell: Callable[[str], None] = lambda text: None) 
     """Connect to Ray for the duration of the block.
 
     Args:
-        processes: of the run that get a place; a private cluster has as many logical CPUs, and this machine's GPUs.
+        processes: how many of the run need a place; a private cluster has as many logical CPUs, and this machine's
+            GPUs.
         tell: told what is being started, and which try it is.
 
     Raises:
-        ConfigError: nobody answers at RAY_ADDRESS, or this process may not start one.
+        ConfigError: nothing answers at RAY_ADDRESS, or a limit or directory of this process does not allow a cluster.
         WorkerError: Ray did not start.
     """
     address = os.environ.get("RAY_ADDRESS")
@@ -171,7 +172,7 @@ def check_limits() -> None:
 
 
 def own_directory(stack: ExitStack) -> Path:
-    """Return a new directory for Ray's session: sockets, logs and spilled objects. It goes with the stack.
+    """Return a new directory for Ray's session: sockets, logs and spilled objects. It is removed when the stack closes.
 
     Raises:
         ConfigError: no temporary directory can be written.
@@ -190,13 +191,13 @@ _TRIES, _TOO_SLOW = ("", ", second try", ", third try"), "timed out during start
 
 
 def _start_private(processes: int, directory: Path, tell: Callable[[str], None]) -> subprocess.Popen[bytes]:
-    """Start a cluster of this machine; as many logical CPUs as the run has processes, so that each gets a place.
+    """Start a cluster on this machine, with as many logical CPUs as the run has processes, so that each gets a place.
 
     Args:
         processes: of the run. directory: for Ray's session. tell: told of each try.
 
     Returns:
-        What ends the helpers if this process is killed; to be killed when the cluster was shut down in order.
+        The process that ends Ray's helpers if this process is killed; kill it once the cluster was shut down in order.
     """
     hardware = detect()  # where torch has no CUDA, Ray must not hand out a GPU either
     gpus = hardware.count if hardware.kind == "gpu" else 0
@@ -222,7 +223,7 @@ def _object_store_bytes() -> int:
 
 
 def _kill_raylets() -> None:
-    """Kill what this process has started of a cluster, helpers included; Ray kills the rest when Python exits."""
+    """Kill the raylets that this process has started, and their children; Ray kills the rest when Python exits."""
     for raylet in raylets():
         with suppress(psutil.NoSuchProcess):
             raylet.suspend()  # so that it starts nothing more
@@ -231,7 +232,8 @@ def _kill_raylets() -> None:
 
 # If Ray's raylet is killed with the driver, its helpers (dashboard, environments) try for a minute to report that to a
 # server which is dead as well (ray/_private/process_watcher.py, Ray 2.60). This shell ends them after 3 seconds, and
-# removes the session's directory. If the raylet dies first, Ray's C++ part ends this process; the cause is said here.
+# removes the session's directory. If the raylet dies first, Ray's C++ part ends this process; this shell then prints
+# the cause.
 _END_HELPERS = """
 dir=$1 raylet=$2; shift 2; read -r _
 grep -q . "/proc/$raylet/cmdline" 2> /dev/null || echo "WorkerError: the raylet of this run (Ray's process $raylet) \
@@ -242,17 +244,17 @@ sleep 3; kill -9 "$@" 2> /dev/null; sleep 1; rm -rf -- "$dir"
 
 
 def _end_helpers_after_this_process(directory: Path) -> subprocess.Popen[bytes]:
-    """Return a shell that kills the children of this process's raylet, and removes its directory, soon after its
-    end."""
+    """Return a shell that kills the children of this process's raylet, and removes the session's directory, soon after
+    this process ends."""
     (raylet,) = raylets()
     pids = [str(child.pid) for child in raylet.children()]
     command = ["/bin/sh", "-c", _END_HELPERS, "megatron-daro-ray-helpers", str(directory), str(raylet.pid), *pids]
-    # Its input ends with this process. A session of its own keeps Ctrl-C and the signals of a job away from it.
+    # The shell's input ends with this process. A session of its own keeps Ctrl-C and a job's signals away from it.
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def not_started(error: Exception) -> WorkerError | ConfigError:
-    """Return what Ray raised when it should have started, as a sentence."""
+    """Return the error that Ray raised at its start as one of this package, told in a sentence."""
     if isinstance(error, OSError) and error.filename:
         return ConfigError(
             f"Ray cannot write {error.filename} ({error.strerror}); fix: set HOME and TMPDIR to directories that exist "
@@ -269,6 +271,6 @@ _MOST_TEXT = 300
 
 
 def plain(text: str) -> str:
-    """Ray's words on one line, without colours, cut to a few hundred characters."""
+    """Return a message of Ray on one line, without colours, cut to a few hundred characters."""
     line = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
     return line if len(line) <= _MOST_TEXT else f"{line[:_MOST_TEXT]}..."

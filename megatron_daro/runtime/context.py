@@ -1,4 +1,4 @@
-"""What every part of one run shares: its configuration and directory, who is told, what is timed, how long to wait."""
+"""What all parts of one run share: configuration, run directory, progress, phase timers and deadlines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_daro.rollout.protocol import Progress
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Handed to what the runtime starts; what the loop drives gets only the values that it needs."""
+    """For what the runtime starts; what the loop drives gets only the values that it needs."""
 
     config: Config
     progress: Progress
@@ -27,7 +27,7 @@ class RunContext:
 
     @classmethod
     def of(cls, config: Config, progress: Progress, phases: Phases) -> RunContext:
-        """The context of a run whose deadlines are those of the configuration."""
+        """Return the context of a run, with the deadlines that follow from its configuration."""
         one, rollout, reward = config.engine.sglang, config.rollout, config.reward
         of_servers = {
             "server_start": one.start_timeout_s,
@@ -38,7 +38,7 @@ class RunContext:
         most_prompts = rollout.prompts_requested / LOWEST_KEEP_RATE  # of a round
         deadlines = Deadlines.of(
             config.trainer.deadline_scale,
-            steps_per_turn=config.trainer.steps_per_batch * (rollout.batches_ahead + 1),
+            steps_ahead=config.trainer.steps_per_batch * (rollout.batches_ahead + 1),
             **(of_servers if config.engine.kind == "sglang" else {}),
             conversation=max((_conversations_s(environment, size) for environment in environments), default=0.0),
             verdicts=math.ceil(most_prompts * size / reward.workers) * reward.timeout_s,
@@ -47,17 +47,17 @@ class RunContext:
 
     @property
     def run_dir(self) -> Path:
-        """Where the run is."""
+        """The run directory."""
         return filled(self.config.trainer.run_dir)
 
     @property
     def log_dir(self) -> Path:
-        """Where every process of the run has its log; absolute."""
+        """The directory of all processes' logs; absolute."""
         return self.run_dir.absolute() / logs.FOLDER
 
 
 def _conversations_s(section: EnvironmentSection, size: int) -> float:
-    """Return what `size` conversations may take that begin together, beside the answers of the model."""
+    """Return how long `size` conversations that begin together may take, without the model's answers."""
     in_workers = section.kind == "agent" or section.of_verifiers
     rounds = math.ceil(size / section.workers) if in_workers else 1
     return rounds * (section.timeout_s + (section.max_turns + 1) * section.step_timeout_s)

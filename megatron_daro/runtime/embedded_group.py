@@ -1,12 +1,12 @@
 """Replicas of the embedded engine as Ray actors, behind the Engine Protocol; one whose process ends is started again.
 
-The requests of a call are dealt out to the replicas in turn, a single one by its group's id (so a repeated run repeats
-its batches); the policy's ranks hand buckets of weights to every replica.
+The requests of a call are dealt out to the replicas in turn, a single request by its group's id (so a repeated run
+repeats its batches). The policy's ranks send buckets of weights to every replica.
 
-A replica that was started again gets the weights as they are now, and is asked for all of its requests once more, those
-that it had answered too: rows that are decoded together decide each other's last bits. What was handed on is not handed
-on twice. So with `rollout.max_staleness` 0 the run goes on as if nobody had died; else the weights of now may be newer.
-A replica that refuses its weights ends the run.
+A restarted replica gets the current weights and is asked all of its requests again, even those that it had answered:
+rows that are decoded together affect each other's last bits. Answers that were passed on already are not passed on
+twice. So with `rollout.max_staleness` 0 the run goes on as if no replica had died; otherwise the current weights may be
+newer than those before. A replica that refuses its weights ends the run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import GroupRequest, Rollout
 
 _BUCKET_BYTES = 64 * 2**20
-# For one bucket, which is copied and nothing more.
+# For one bucket, which is only copied.
 _RECEIVE_S = 300.0
 
 
@@ -63,11 +63,11 @@ class EngineWorker:
         self._engine = EmbeddedEngine(path, decode=response_decoder(tokenizer), **options)
 
     async def sentinel(self) -> None:
-        """Blocks for as long as the process lives."""
+        """Block for as long as the process lives."""
         await asyncio.Event().wait()
 
     async def lives(self) -> None:
-        """Answer, also while it generates."""
+        """Answer, even while it generates."""
 
     async def start(self) -> None:
         """Load the model."""
@@ -89,17 +89,17 @@ class EngineWorker:
         self._engine.open_update()
 
     async def receive(self, bucket: WeightBucket) -> None:
-        """One more bucket of the update that was begun."""
+        """Take one more bucket of the update that was begun."""
         await self._engine.receive(bucket)
 
     async def commit_update(self, version: int) -> None:
-        """All buckets were sent: the weights change now."""
+        """Install the new weights: all buckets were sent."""
         await self._engine.commit_update(version)
 
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """One engine. state: away while its process is started, joining until it has the weights of the policy."""
+    """One engine. state: away until its process has loaded the model, joining until it has the policy's weights."""
 
     number: int
     worker: ActorHandle | None = None
@@ -115,7 +115,7 @@ class EngineGroup:
     """The embedded engines of a run."""
 
     def __init__(self, run: RunContext, placement: Placement) -> None:
-        """Args: placement: where each engine goes, started before."""
+        """Start nothing. Args: placement: where each engine goes; already started."""
         section, model = run.config.engine, run.config.model
         self._run, self._placement, self._warn = run, placement, run.progress.warn
         self._path, self._trust = model.path.absolute(), model.trust_remote_code
@@ -134,7 +134,7 @@ class EngineGroup:
         self._fenced = self._closed = False
 
     async def start(self) -> None:
-        """Start the processes and load the model in each; again is nothing. Raises ModelError, WorkerError."""
+        """Start the processes and load the model in each; do nothing if they run. Raises ModelError, WorkerError."""
         if self._tasks:
             return
         self._run.progress.stage("engine", f"{len(self._replicas)} engines load the model")
@@ -145,7 +145,7 @@ class EngineGroup:
         self._go_on(self._end_hung())
 
     def serve_as_loaded(self) -> None:
-        """Use replicas with the weights that they load, also those that come back: no policy gives them others."""
+        """Let replicas, also restarted ones, serve with the weights that they load: no policy sends them others."""
 
         async def serve(name: str) -> None:
             for replica in self._replicas:
@@ -163,7 +163,7 @@ class EngineGroup:
                 "the engines hold mixed weights after a failed update and do not generate; resume the run"
             )
         number = len(self._replicas)
-        # Calls with a single group go to one replica after the other.
+        # Calls with a single group go to the replicas in turn.
         first = requests[0].group_id if len(requests) == 1 else 0
         shares = [(replica, requests[(replica.number - first) % number :: number]) for replica in self._replicas]
         finished = False
@@ -177,7 +177,7 @@ class EngineGroup:
                 await self.abort([request.group_id for request in requests])
 
     async def _ask(self, replica: _Replica, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """Yield one replica's rollouts, each once, however often it is started again meanwhile."""
+        """Yield one replica's rollouts, each once, however often the replica is restarted meanwhile."""
         given: set[tuple[int, int, int]] = set()
         while True:
             worker = await self._serving(replica)
@@ -193,8 +193,8 @@ class EngineGroup:
                 self.lose(replica, worker, translated(replica.name, error))
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
-        """Stop these groups (None: all) on every replica that runs; what waits for one that is started again is asked
-        all the same."""
+        """Stop these groups (None: all) on every replica that runs. Requests that wait for a restarted replica are not
+        stopped."""
         ids = None if group_ids is None else list(group_ids)
         errors = await self.on_each(self.present(), lambda worker: worker.abort.remote(ids))
         for error in errors.values():
@@ -202,8 +202,8 @@ class EngineGroup:
                 raise error
 
     def begin_update(self, version: int, only: str | None = None) -> _GroupUpdate | None:
-        """Begin an update of all replicas together, or of the one that came back under this name (None: it does not
-        wait any more). Raises WorkerDiedError: one died too often."""
+        """Begin an update of all replicas together, or of the restarted replica named `only`; return None if that one
+        no longer waits for weights. Raises WorkerDiedError: a replica died too often."""
         self._check()
         if only is None:
             return _GroupUpdate(self, version)
@@ -211,16 +211,16 @@ class EngineGroup:
         return _GroupUpdate(self, version, replica) if replica.state == "joining" else None
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
-        """Has `call` called with the name of each replica that was started again and needs weights."""
+        """Have `call` called with the name of each replica that was restarted and needs weights."""
         self._when_back = call
 
     def fence(self, fenced: bool) -> None:
-        """While fenced no replica generates: their weights may differ."""
+        """Fence or release all replicas. While they are fenced none generates, since their weights may differ."""
         self._fenced = fenced
 
     @property
     def restarts(self) -> int:
-        """Replicas started again, since the start."""
+        """How often replicas were restarted since the start."""
         return sum(replica.restarts for replica in self._replicas)
 
     def present(self) -> dict[_Replica, ActorHandle]:
@@ -228,7 +228,7 @@ class EngineGroup:
         return {one: one.worker for one in self._replicas if one.state != "away" and one.worker is not None}
 
     async def any_present(self) -> dict[_Replica, ActorHandle]:
-        """Wait for the first replica, and return `present`. Raises WorkerDiedError: one died too often."""
+        """Wait until some replica is present, and return `present`. Raises WorkerDiedError: one died too often."""
         while not (there := self.present()):
             self._check()
             await self._changed.wait()
@@ -237,7 +237,7 @@ class EngineGroup:
     async def on_each(
         self, workers: Mapping[_Replica, ActorHandle], call: Callable[[ActorHandle], Awaitable[None]]
     ) -> dict[_Replica, DaroError]:
-        """Call each of these workers; one whose process is gone is started again. Returns their errors."""
+        """Call each of these workers, and return their errors; a worker whose process is gone is restarted."""
 
         async def one(replica: _Replica, worker: ActorHandle) -> DaroError | None:
             try:
@@ -253,13 +253,14 @@ class EngineGroup:
         return {replica: error for replica, error in zip(workers, errors, strict=True) if error}
 
     def set_serving(self, replicas: Collection[_Replica]) -> None:
-        """Let these generate: their weights are those of the policy."""
+        """Let these replicas generate: they have the right weights."""
         for replica in replicas:
             replica.state = "serving"
         self._tell()
 
     def lose(self, replica: _Replica, worker: ActorHandle, failure: DaroError) -> None:
-        """End what is left of a process that is gone; `_watch` sees to the next. Raises `failure` where it is not."""
+        """Kill what is left of a dead replica's process; `_watch` starts the next one. Raises `failure` if it is not a
+        death."""
         if not isinstance(failure, WorkerDiedError):
             raise failure
         if replica.worker is worker:
@@ -267,12 +268,12 @@ class EngineGroup:
         ray.kill(worker, no_restart=True)  # Ray may only have lost the connection
 
     def end(self, error: Exception) -> None:
-        """Let nothing wait for a replica any more: the run cannot go on."""
+        """Note that the run cannot go on, and wake everything that waits for a replica."""
         self._fatal = self._fatal or error
         self._tell()
 
     async def fatal_error(self) -> Exception:
-        """Wait until a replica does not come back, and return why the run ends."""
+        """Wait until the run cannot go on, because a replica died too often or refused its weights, and return why."""
         while self._fatal is None:
             await self._changed.wait()
         return self._fatal
@@ -290,7 +291,7 @@ class EngineGroup:
         self._tell()
 
     def _begin(self, replica: _Replica) -> ActorHandle:
-        """Start a process; it loads nothing yet."""
+        """Start a replica's process, which loads nothing yet, and return it."""
         made = actor_class(EngineWorker).options(**self._placement.server(replica.number))
         replica.worker = made.remote(replica.number, self._path, self._trust, self._options, self._run.log_dir)
         return replica.worker
@@ -313,7 +314,7 @@ class EngineGroup:
                 self._go_on(self._join(replica))
 
     async def _end_hung(self) -> None:
-        """For ever: kill each process that is frozen. `_watch` notices its death."""
+        """For ever, kill processes that are frozen; `_watch` notices their deaths."""
 
         def looked_at() -> Mapping[str, ActorHandle]:
             return {replica.name: worker for replica, worker in self.present().items()}
@@ -321,14 +322,15 @@ class EngineGroup:
         await end_frozen(looked_at, lambda engine: engine.lives.remote(), hung_s=self._hung_s, warn=self._warn)
 
     async def _load(self, replica: _Replica) -> None:
-        """Start its next process. Raises ModelError, DeadlineError; WorkerDiedError: it died again."""
+        """Start the replica's next process and load the model. Raises ModelError, DeadlineError; WorkerDiedError: it
+        died again."""
         started = gather({replica.name: self._begin(replica).start.remote()})
         await self._run.deadlines.within("engine_start", started, what=replica.name)
         replica.state = "joining"
         self._tell()
 
     async def _join(self, replica: _Replica) -> None:
-        """Ask for weights. Before the first update, that one brings them."""
+        """Ask for weights. Before the first update of all, none are sent: that update brings them."""
         if self._when_back:
             await self._when_back(replica.name)
 
@@ -340,7 +342,7 @@ class EngineGroup:
         return replica.worker
 
     def _go_on(self, work: Coroutine[None, None, None]) -> None:
-        """Do this beside everything else, until `close`; its failure is the end."""
+        """Run this in the background until `close`; its failure ends the run."""
 
         def over(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
@@ -352,7 +354,7 @@ class EngineGroup:
         task.add_done_callback(over)
 
     def _tell(self) -> None:
-        """Wake up everybody who waits for a change."""
+        """Wake everything that waits for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -364,8 +366,9 @@ class EngineGroup:
 
 
 class _GroupUpdate:
-    """One update of all replicas, or of one that came back. Those that die take no part any more: each comes back by
-    itself. Nothing is probed: a replica knows every tensor that it must get, and has it or refuses."""
+    """One update of all replicas, or of a restarted one. A replica that dies meanwhile drops out; after its restart it
+    gets an update of its own. No probe is needed: a replica knows every tensor that it must get, and refuses if one is
+    missing."""
 
     def __init__(self, group: EngineGroup, version: int, only: _Replica | None = None) -> None:
         self._group, self._version, self._only = group, version, only
@@ -373,7 +376,8 @@ class _GroupUpdate:
         self._installed = False
 
     async def prepare(self) -> SendPlan | None:
-        """Open the update everywhere. None: the one that it is for is gone. Raises SyncError."""
+        """Open the update on each replica. Returns None if the update is of one replica and that one is gone. Raises
+        SyncError."""
         if self._only is None:
             self._group.fence(True)
         self._taking = {}
@@ -391,7 +395,8 @@ class _GroupUpdate:
         )
 
     async def blame(self, report: SendReport) -> None:
-        """Give up those that did not answer. Raises SyncError, with what each said: one refused what it got."""
+        """Give up the replicas that did not answer. Raises SyncError if any refused what it got, with what each
+        said."""
         refused = {name: failure for name, failure in report.failures.items() if failure.kind == "refused"}
         if refused:
             raise self._error("; ".join(f"{name}: {failure}" for name, failure in refused.items()))
@@ -406,7 +411,8 @@ class _GroupUpdate:
         self._installed = True
 
     async def accept(self) -> Mapping[str, float]:
-        """Return how often replicas were started again; those that are left generate. Raises LostReceiversError."""
+        """Let the remaining replicas generate; return how often replicas were restarted. Raises LostReceiversError:
+        none is left."""
         there = self._group.present()
         left = [one for one, worker in self._taking.items() if there.get(one) is worker]
         if not self._installed or not left:
@@ -417,13 +423,14 @@ class _GroupUpdate:
         return {"recovery/engine_restarts": float(self._group.restarts)}
 
     def abandon(self, error: SyncError) -> None:
-        """All stay fenced. One alone that lives and has not got its weights will never have them."""
+        """Leave replicas fenced after an update of all. End the run after an update of one replica that lives: it will
+        never get its weights."""
         worker = self._taking.get(self._only) if self._only else None
         if self._only and worker and self._group.present().get(self._only) is worker:
             self._group.end(error)
 
     async def _each(self, call: Callable[[ActorHandle], Awaitable[None]]) -> None:
-        """Raise SyncError where one that lives fails."""
+        """Call each replica of the update; those that died drop out. Raises SyncError: a living one failed."""
         errors = await self._group.on_each(self._taking, call)
         failed = {one: error for one, error in errors.items() if not isinstance(error, WorkerDiedError)}
         if failed:

@@ -1,4 +1,4 @@
-"""Frozen processes are killed, since a process that is gone is noticed and one that only stands still is not."""
+"""Kills frozen processes: the death of a process is noticed by others, a freeze is not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_daro.runtime.ray_private import process_of
 
 _LOOKS = 4
-"""Looks at a silent process, `hung_s` in all, in which its CPU time must stand still before it counts as frozen."""
+"""How often a silent process is looked at within `hung_s`; its CPU time must stand still throughout to count as
+frozen."""
 
 
 async def end_frozen(
@@ -25,11 +26,13 @@ async def end_frozen(
     hung_s: float,
     warn: Callable[[str], None],
 ) -> None:
-    """For ever: kill each process that neither answers nor uses the CPU for so long. Its death is noticed then as any
-    other is. One that is slow, on a busy machine, uses a little of it; of a node that is silent Ray tells.
+    """For ever, kill each process that neither answers nor uses the CPU for `hung_s`. Its death is then noticed like
+    any other. A process that is only slow, on a busy machine, still uses some CPU; Ray itself reports nodes that are
+    silent.
 
     Args:
-        workers: returns those to look at, by name. ask: a call that a living process answers, whatever else it does.
+        workers: returns the workers to watch, by name. ask: a call that a living process answers, whatever else it
+            does.
         hung_s: seconds. warn: told of each.
     """
     watched: dict[str, ActorHandle] = {}
@@ -49,7 +52,8 @@ async def end_frozen(
 
 
 async def _freezes(worker: ActorHandle, ask: Callable[[ActorHandle], Awaitable[object]], pause_s: float) -> bool:
-    """Wait until a process is frozen. False: it is gone. Args: ask: as `end_frozen` has it. pause_s: between looks."""
+    """Wait until a process is frozen, and return True; return False once it is gone. Args: ask: see `end_frozen`.
+    pause_s: between looks."""
     while True:
         answer = asyncio.ensure_future(_lives(ask(worker)))
         try:
@@ -67,7 +71,7 @@ async def _freezes(worker: ActorHandle, ask: Callable[[ActorHandle], Awaitable[o
 
 
 async def _lives(call: Awaitable[object]) -> bool:
-    """Whether a process answers, however late. False: it is gone."""
+    """Wait until a process answers, however late, and return True; return False if it is gone."""
     try:
         await call
     except RayError:
@@ -76,7 +80,7 @@ async def _lives(call: Awaitable[object]) -> bool:
 
 
 async def cpu_time(worker: ActorHandle) -> float:
-    """Return the CPU time of a worker's process so far, seconds; NaN, which equals nothing, where that is not known."""
+    """Return the CPU time of a worker's process so far, seconds; NaN, which equals nothing, if it is not known."""
     process = await asyncio.to_thread(process_of, worker)
     if process is None:
         return math.nan
@@ -90,7 +94,7 @@ async def cpu_time(worker: ActorHandle) -> float:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _cpu_time(pid: int) -> float:
-    """Return the CPU time of a process of this node, to the nanosecond, where /proc has hundredths of a second.
+    """Return the CPU time of a process of this node, to the nanosecond; /proc only has hundredths of a second.
 
     Source of the clock's number: clock_getcpuclockid(3).
     """

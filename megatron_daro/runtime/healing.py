@@ -5,16 +5,16 @@ rank of another node where there is one. The snapshot is committed once every ra
 waits for that, so a death costs at most one step. When a rank dies:
 
     abort     living ranks give up the collective calls in which they wait for it
-    leave     they leave their process groups, but stay processes, and say which snapshots they keep
-    replace   a new process takes the place of the dead one and gets its state from whoever keeps a copy; all meet in
-              new groups, build the policy anew and fill it from the snapshot
-    repeat    the step that came after the snapshot, if one did, is done again from its batch
+    leave     living ranks leave their process groups without exiting, and report which snapshots they keep
+    replace   a new process takes the place of each dead one and gets its state from processes that keep a copy; all
+              ranks join new groups, build the policy anew and restore it from the snapshot
+    repeat    the step after the snapshot, if there was one, is repeated from its batch
 
-Where that fails the run ends with the cause, as without all this, and resumes from a checkpoint. A process that is
-frozen is killed, and is a dead one from then on.
+If healing fails, the run ends with the cause, as it would without healing, and can resume from a checkpoint. A frozen
+process is killed, and counts as dead from then on.
 
-What a loss leads to is decided in healing_states.py and done here. Once a run trains, PolicyGroup calls this, but for
-`close`, with its lock held; the watch over the processes is the only other caller.
+healing_states.py decides how to react to a loss; this file carries it out. Once a run trains, PolicyGroup calls
+`Healing` with its lock held, except for `close` and the watch over the processes (`note_death`, `end_hung`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _GONE = object()
 
 @dataclass(frozen=True, slots=True)
 class HealingLimits:
-    """memory_gib: of each node, for snapshots; None: half of what is free. per_hour: most ranks that are replaced.
-    hung_s: until a process that neither answers nor uses the CPU is killed."""
+    """memory_gib: limit of snapshots on each node; None: half of the free memory. per_hour: how many ranks may be
+    replaced within an hour. hung_s: a process that neither answers nor uses the CPU for so long is killed."""
 
     memory_gib: float | None
     per_hour: int
@@ -61,25 +61,31 @@ class Healing:
         self,
         ranks: Ranks,
         repeat: Callable[[StepBatch, int], Awaitable[object]],
-        limits: HealingLimits,
+        limits: HealingLimits | None,
         run: RunContext,
     ) -> None:
-        """Do nothing yet. Args: repeat: does an optimizer step once more."""
+        """Do nothing yet. Args: repeat: repeats an optimizer step. limits: None: no rank is ever replaced."""
         self._ranks, self._repeat, self._limits = ranks, repeat, limits
         self._deadlines, self._warn = run.deadlines, run.progress.warn
         self.keeps: Keeps = "none"
+        """Who keeps snapshots. As long as nobody does, no rank is replaced, and calls only pass errors on."""
         self.remark = ""
+        """What users should know: whether lost ranks are replaced; empty without `limits`."""
         self.replacements = 0
-        """Times that lost ranks were replaced."""
-        self.counts = dict.fromkeys(("recovery/ranks_replaced", "recovery/steps_repeated", "recovery/total_s"), 0.0)
-        """Metrics, since the run began or was resumed."""
+        """How often lost ranks were replaced; ranks replaced together count once."""
+        names = "recovery/ranks_replaced", "recovery/steps_repeated", "recovery/total_s"
+        self.counts = dict.fromkeys(names if limits else (), 0.0)
+        """Metrics, since the run began or was resumed; empty without `limits`."""
         self._peers: list[int | None] = []
         self._sent: list[tuple[MemoryKind, ...]] = []
         self._pending: asyncio.Task[None] | None = None  # the snapshot that is being taken
-        self.state = states.State(limits.per_hour)
+        self.state = states.State(limits.per_hour if limits else 0)
 
     async def take_first_snapshot(self) -> None:
-        """Settle who keeps snapshots, as memory allows, and take the first one. The ranks have their policy."""
+        """Decide which ranks keep snapshots, as memory allows, and take the first one. The ranks have built their
+        policy."""
+        if self._limits is None:
+            return
         answers = await self._ranks.all(lambda worker: worker.snapshot_bytes.remote())
         sizes, free = [size for size, _ in answers], [available for _, available in answers]
         infos = self._ranks.infos
@@ -102,25 +108,27 @@ class Healing:
         self._peers, self._sent = peers_of(infos), kinds_sent(infos, self.keeps)
 
     def note_death(self, name: str, worker: ActorHandle) -> None:
-        """Take note that a process is gone, and have the others stop waiting for it; nothing where it was replaced."""
+        """Note that a process is gone, and have the others stop waiting for it; do nothing if it was replaced
+        already."""
         workers = self._ranks.workers
         if workers.get(name) is worker:
             self._lose([list(workers).index(name)])
 
     async def end_hung(self) -> None:
-        """For ever: kill each process that is frozen. Its death is noticed then as any other is."""
+        """For ever, kill processes that are frozen; their deaths are then noticed like any other."""
 
         def looked_at() -> Mapping[str, ActorHandle]:
             return {} if self._ranks.workers.dismissed else self._ranks.workers
 
+        assert self._limits is not None, "who replaces nobody kills nobody"
         await end_frozen(looked_at, lambda rank: rank.snapshots.remote(), hung_s=self._limits.hung_s, warn=self._warn)
 
     async def repeated(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return what collective work gives; where ranks are lost meanwhile, heal and do it again, also where it gave
-        something: a call that is aborted may return, with what is not all of it.
+        """Return the result of collective work. If ranks are lost meanwhile, heal and repeat it, even if it returned: a
+        call that is aborted may return an incomplete result.
 
         Raises:
-            DaroError: no rank died, or it cannot be healed.
+            DaroError: the work failed although no rank died, or healing failed.
         """
         while True:
             await self.heal()
@@ -134,30 +142,30 @@ class Healing:
                     return result
 
     async def lost_ranks(self) -> bool:
-        """Whether processes are gone, and not replaced yet. Looks at all of them."""
+        """Whether processes are gone and not replaced yet. Asks all of them."""
         if self.keeps == "none":
             return False
         await self._look()
         return bool(self.state.lost)
 
     async def settle(self) -> None:
-        """Wait until the snapshot that is under way is committed, so that a death costs the next step alone."""
+        """Wait until the snapshot under way is committed, so that a death during the next step costs only that step."""
         await self.repeated(self._finish_pending)
 
     async def trained(self, batch: StepBatch, step: int) -> None:
-        """Take note of a step that was done, and begin a snapshot of what the ranks are now."""
+        """Record a finished step, and begin a snapshot of the ranks' present state."""
         if self.keeps == "none":
             return
         self._take(states.Trained(batch, step))
         await self.repeated(self._snapshot_if_needed)
 
     async def _snapshot_if_needed(self) -> None:
-        """Begin a snapshot, unless healing took one of the same state."""
+        """Begin a snapshot, unless healing has already taken one of this state."""
         if self.state.steps:
             await self._start_snapshot()
 
     async def snapshot_now(self) -> None:
-        """Take a snapshot and wait until it is committed; what came before is not repeated any more."""
+        """Take a snapshot and wait until it is committed; earlier steps are then no longer repeated."""
         if self.keeps == "none":
             return
         await self._finish_pending()
@@ -171,7 +179,7 @@ class Healing:
         self._pending = asyncio.ensure_future(self._commit(serial, keep))
 
     async def _commit(self, serial: int, keep: int | None) -> None:
-        """Wait until every rank has the snapshot, and its peer a copy: it is committed."""
+        """Wait until every rank has the snapshot and its peer a copy, then commit it."""
         workers = list(self._ranks.workers.values())
         calls = {}
         for rank, (name, worker) in enumerate(self._ranks.workers.items()):
@@ -182,8 +190,8 @@ class Healing:
         self._take(states.SnapshotCommitted(serial))
 
     async def _finish_pending(self, *, needed: bool = False) -> None:
-        """Wait until the snapshot before is committed, or failed, where the one that is taken next will do. needed:
-        raise that."""
+        """Wait until the pending snapshot, if any, is committed. Its failure is ignored if ranks were lost, since
+        healing takes another one. needed: raise even then."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -200,10 +208,10 @@ class Healing:
             self._pending.cancel()
 
     async def heal(self) -> None:
-        """Replace every rank that is known to be dead; nothing where none is.
+        """Replace every rank that is known to be dead; do nothing if none is.
 
         Raises:
-            DaroError: that is not possible, and why; the run ends, and whoever asks again is told the same.
+            DaroError: why they cannot be replaced. The run ends; later calls raise the same error.
         """
         started = time.perf_counter()
         while action := self._take(states.Stopped()):
@@ -218,7 +226,7 @@ class Healing:
             raise self.state.failure
 
     async def _round(self, action: states.Action | None, started: float) -> None:
-        """Do what is to be done until ranks train again, or never will. started: when healing began."""
+        """Carry out actions until the ranks can train again, or healing has failed. started: when healing began."""
         while action is not None:
             match action:
                 case states.Leave():
@@ -245,7 +253,7 @@ class Healing:
     async def _leave(self) -> states.Event:
         """Have living ranks leave their groups."""
         if self._pending is not None:
-            await asyncio.wait({self._pending})  # it succeeds, or fails for a dead rank, or the run closed
+            await asyncio.wait({self._pending})  # it succeeds, fails because of a dead rank, or is cancelled by `close`
             mark_as_seen(self._pending)
             self._pending = None
         await self._look()
@@ -258,8 +266,8 @@ class Healing:
         return states.Left(serials, self._ranks.infos, list(workers.values()), time.monotonic())
 
     async def _replace(self, plan: states.Replace) -> states.Event:
-        """Start new processes, bring their states to them, and have all meet and go back. Until the next snapshot is
-        whole, the one that was committed before stays: of a newer one some peers may have no copy."""
+        """Start new processes, give them their states, and have all ranks join new groups and restore the snapshot. The
+        last committed snapshot is kept until the next one is whole: some peers may lack a copy of a newer one."""
         workers, names = self._ranks.workers, list(map(self._name, plan.ranks))
         for rank, name in zip(plan.ranks, names, strict=True):
             ray.kill(workers[name], no_restart=True)
@@ -280,7 +288,7 @@ class Healing:
         adopting = {self._name(rank): sources for rank, sources in plan.sources.items()}
         await gather({name: workers[name].adopt.remote(plan.snapshot, some) for name, some in adopting.items()})
         await self._look()
-        self._check_all_live()  # who meets without one that died can neither go on nor leave
+        self._check_all_live()  # ranks that join groups with a dead one can neither go on nor leave
         await self._ranks.join()
         self._choose_peers()
         await self._ranks.all(lambda worker: worker.restore.remote(plan.snapshot))
@@ -306,11 +314,11 @@ class Healing:
         self._warn(f"{what} died and was replaced in {seconds:.1f} s; steps repeated: {num_steps}")
 
     async def _look(self) -> dict[int, SnapshotSerials]:
-        """Return what living ranks keep. Waits for slow ones; frozen ones `end_hung` kills meanwhile."""
+        """Return the snapshots that living ranks keep. Waits for slow ranks; `end_hung` kills frozen ones meanwhile."""
         return await self._answers(lambda worker: worker.snapshots.remote())
 
     async def _answers(self, call: Callable[[ActorHandle], Any], limit_s: float | None = None) -> dict[int, Any]:
-        """What living ranks answer; those that are gone, or do not answer in time, are lost."""
+        """Return the answers of living ranks; those that are gone, or do not answer in time, count as lost."""
         workers = {r: worker for r, worker in enumerate(self._ranks.workers.values()) if r not in self.state.lost}
         answers = await asyncio.gather(*(_answer(call(worker), limit_s) for worker in workers.values()))
         answered = {rank: answer for rank, answer in zip(workers, answers, strict=True) if answer is not _GONE}
@@ -326,9 +334,9 @@ class Healing:
 
 
 async def _answer(call: Awaitable[Any], limit_s: float | None) -> Any:
-    """Return what a process answers; _GONE where it is gone, or does not answer in time."""
+    """Return a process's answer; _GONE if it is gone, or does not answer in time."""
     try:
-        async with asyncio.timeout(limit_s):  # `wait_for` of Python 3.11 loses a cancellation that meets the answer
+        async with asyncio.timeout(limit_s):  # `wait_for` of Python 3.11 may lose a cancellation that meets the answer
             return await call
     except (RayError, TimeoutError):
         return _GONE

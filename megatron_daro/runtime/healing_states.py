@@ -1,11 +1,12 @@
-"""What a lost rank leads to: the states of healing, and the one function from an event to the next. Pure.
+"""How healing reacts to a lost rank: its states, and the pure function from a state and an event to the next state.
 
     training -- work stopped --> leaving -- all left --> replacing -- all restored --> repeating -- done --> training
                                     ^                        |                             |
                                     +--------------- another rank is lost -----------------+
 
-From each the run may be over: more losses in an hour than allowed, a rank whose state nobody has, no node with room in
-time, an error that is not a lost rank. `Healing` calls `after` with each event, and does the action that it returns.
+While healing, each phase may also end in `over`: more losses in an hour than allowed, a rank of whose state no copy is
+left, no node with room in time, an error that is not due to a lost rank. `Healing` calls `after` with each event, and
+carries out the action that it returns.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from megatron_daro.types import StepBatch
 
 _HOUR_S = 3600.0
 DoneStep = tuple[int, StepBatch, int]
-"""An optimizer step that was done: number of the first snapshot that has it, its batch, its number."""
+"""A finished optimizer step: number of the first snapshot that includes it, its batch, its step number."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """per_hour: most ranks that are replaced. lost: ranks whose process is gone, and has no successor yet.
+    """per_hour: how many ranks may be replaced within an hour. lost: ranks whose process is gone, before they are
+    replaced.
 
-    begun: number of the newest snapshot. committed: of the newest that every rank and its peer have. steps: done
-    since then. replaced_s: when ranks were replaced, of the last hour. replaced: which, since work stopped. failure:
-    why it is over.
+    begun: number of the newest snapshot that was begun. committed: number of the newest that every rank and its peer
+    have. steps: done since the committed snapshot. replaced_s: times at which ranks were replaced during the last hour.
+    replaced: the ranks replaced since work stopped. failure: why it is over.
     """
 
     per_hour: int
@@ -76,13 +78,13 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Nobody asks anything of the ranks until healing is done."""
+    """Work on the ranks has stopped until healing is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Living ranks have left their process groups. serials: of snapshots in their processes. infos, workers: of all
-    ranks."""
+    """Living ranks have left their process groups. serials: the snapshots that these keep, by rank. infos, workers: of
+    all ranks."""
 
     serials: Mapping[int, SnapshotSerials]
     infos: Sequence[RankInfo]
@@ -92,28 +94,28 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """All ranks are in groups again, and at this snapshot."""
+    """All ranks have joined new groups and restored this snapshot."""
 
     snapshot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """They have done these steps again, and hold a snapshot of what came out."""
+    """The ranks have repeated this many steps, and have a snapshot of the result."""
 
     num_steps: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An action failed; ranks that were lost with it are known."""
+    """An action failed; ranks that were lost meanwhile are in `State.lost` already."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class Hopeless:
-    """Nothing can be done, and why."""
+    """The ranks cannot be replaced, and why."""
 
     why: str
 
@@ -133,7 +135,8 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Start processes for these ranks, and bring all to a snapshot; who does not have it gets it from its sources."""
+    """Start processes for these ranks, and bring all ranks to a snapshot; a rank without it gets it from its
+    sources."""
 
     ranks: tuple[int, ...]
     snapshot: int
@@ -180,7 +183,7 @@ def after(state: State, event: Event) -> tuple[State, Action | None]:
             return replace(state, phase="training", replaced=()), Report(state.replaced, num_steps)
         case Failed(error):
             if state.lost and isinstance(error, WorkerError):
-                return state, None  # work is still stopped: all over again, with what is lost by now
+                return state, None  # work is still stopped: healing begins again, with all ranks that are lost by now
             return replace(state, phase="over", failure=error), None
         case Hopeless(why):
             error = WorkerError(f"{why}. --resume goes on from the newest checkpoint, if there is one")
@@ -192,8 +195,8 @@ def _since(state: State, snapshot: int) -> tuple[DoneStep, ...]:
 
 
 def _after_leaving(state: State, left: Left) -> tuple[State, Action | None]:
-    """Replace the lost, unless that was done too often. All go back to the newest snapshot that every rank has or gets,
-    which may be one whose copies were just sealed."""
+    """Replace the lost ranks, unless too many were replaced. All go back to the newest snapshot that every rank has or
+    can get from others, which may be one that was not committed yet."""
     lost = tuple(sorted(state.lost))
     recent = tuple(at_s for at_s in state.replaced_s if left.now_s - at_s <= _HOUR_S)
     if len(recent) + len(lost) > state.per_hour:

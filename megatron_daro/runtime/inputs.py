@@ -1,9 +1,9 @@
 """What a run reads from files before it generates: model shape, tokenizer, stop tokens, and the problems in their
 order.
 
-A start and its dry run both read here, before Ray is started and any process begins. Everything that was dropped from
-the data is reported, and so are pass rates that were measured with another model than the one that is trained. Rejects
-an evaluation set of which something would be missing, unless that was asked for.
+A start and its dry run both read here, before Ray or any process is started. Everything that was dropped from the data
+is reported, and so are pass rates that were measured with a model other than the one to be trained. An evaluation set
+that would lose rows is rejected, unless its `drop_unusable` is set.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def prompt_source(
 
     Args:
         config: checked. prompts: tokenised. known: pass rates of the files, by prompt id.
-        notices: told whose pass rates they are.
+        notices: told with which model pass rates were measured.
 
     Raises:
-        DataError: the order, or data.pass_rates, needs pass rates that the files do not have, or nothing is left.
+        DataError: the order, or data.pass_rates, needs pass rates that the files do not have, or no problem is left.
     """
     data = config.data
     if data.pass_rates is not None:
@@ -71,7 +71,7 @@ def prompt_source(
 def _in_order(
     config: Config, prompts: Sequence[Prompt], rates: Mapping[str, float], planned: int
 ) -> Epochs | Curriculum | Prioritised:
-    """Return the stream of these prompts alone. Args: planned: how many the run takes of it."""
+    """Return the stream of these prompts alone. Args: planned: how many of them the run takes."""
     data, seed = config.data, config.trainer.seed
     if data.order == "curriculum":
         return Curriculum(prompts, rates, data.curriculum, seed=seed, ramp=planned // 2)
@@ -83,7 +83,7 @@ def _in_order(
 def _inside(
     band: tuple[float, float], prompts: Sequence[Prompt], known: Mapping[str, PassRate], notices: Notices
 ) -> Sequence[Prompt]:
-    """Return the prompts whose pass rate lies in the band, both ends inside; one notice says how many were left out."""
+    """Return the prompts whose pass rate lies in the band, ends included; one notice says how many were left out."""
     if missing := sum(prompt.id not in known for prompt in prompts):
         raise DataError(
             f"data.pass_rates: got {list(band)}, but {missing} of {len(prompts)} problems have no pass rate; allowed: "
@@ -101,18 +101,18 @@ def _inside(
 
 
 def planned_prompts(config: Config) -> int:
-    """Return how many prompts the steps of the run take, without those that a filter sends back."""
+    """Return how many prompts the steps of the run take, not counting those that a filter rejects."""
     return math.ceil(config.trainer.steps / config.trainer.steps_per_batch) * config.rollout.prompts_per_batch
 
 
 def weights_digest(model: Path) -> str:
-    """Return what tells the weights of a Hugging Face directory from others; empty where there are none."""
+    """Return a digest that identifies the weights of a Hugging Face directory; empty if there are none."""
     files = sorted(provenance.weight_files(model).items())
     return hashlib.sha256(repr(files).encode()).hexdigest()[:16] if files else ""
 
 
 def _say_whose(config: Config, prompts: Sequence[Prompt], known: Mapping[str, PassRate], notices: Notices) -> None:
-    """One notice for each model whose pass rates are there, and one where some problems have none."""
+    """Give one notice for each model with which pass rates were measured, and one if some problems have none."""
     model = config.model
     own = ("", model.megatron_weights.name) if model.megatron_weights else (weights_digest(model.path), model.path.name)
     counts: dict[tuple[str, str], int] = {}
@@ -135,7 +135,7 @@ def _say_whose(config: Config, prompts: Sequence[Prompt], known: Mapping[str, Pa
 
 
 def held_out_sets(section: DataSection, tokenizer: PreTrainedTokenizerBase, notices: Notices) -> list[HeldOut]:
-    """Every evaluation set, tokenised; repeats stay, since the size of a set is part of its score.
+    """Return every evaluation set, tokenised; repeated problems stay, since the size of a set is part of its score.
 
     Raises:
         DataError: a file cannot be used, or a set would lose rows (see data.eval.*.drop_unusable).
@@ -151,11 +151,11 @@ def training_prompts(
     notices: Notices,
     ends: int | None = None,
 ) -> tuple[protocol.PromptSource, TokenizeReport]:
-    """Return the endless stream of training prompts, and how they were written. Problems that stand in a held-out set
-    are reported.
+    """Return the endless stream of training prompts, and the report of their tokenisation. Problems that are also in an
+    evaluation set are reported.
 
     Args:
-        ends: only so many first and last rows of each file, for a quick look.
+        ends: read only this many first and last rows of each file, for a quick look.
     """
     section = config.data
     problems, report = load_problems(
@@ -200,7 +200,7 @@ def _held_out(
 
 
 def _begun(config: Config, prompts: Sequence[Prompt], field: str) -> list[Prompt]:
-    """Return the prompts; of those for agents the model is shown the first token only: they write all others.
+    """Return the prompts; cut those for agents to their first token: the agent writes all others.
 
     Raises:
         DataError: a data source belongs to none of several environments.
@@ -222,7 +222,7 @@ def _begun(config: Config, prompts: Sequence[Prompt], field: str) -> list[Prompt
 def _tokenised(
     section: DataSection, problems: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, name: EvalTemplate
 ) -> tuple[list[Prompt], TokenizeReport]:
-    """Return the problems as the template of this name writes them; data: as the section says."""
+    """Return the problems as the template of this name writes them; "data": as the section says."""
     form: Literal["chat", "plain"] = "chat" if section.prompt_template == "chat" else "plain"
     text, template = section.template, trained_with(section) if name == "data" else TEMPLATES[name]
     if template:
@@ -251,17 +251,17 @@ class Inputs:
 
 
 def read_inputs(config: Config, notices: Notices, *, ends: int | None = None) -> Inputs:
-    """Tokenizer and problems.
+    """Read tokenizer and problems.
 
     Args:
         config: checked.
         notices: told what was found and what was left out.
-        ends: only so many first and last rows of each training file, for a quick look.
+        ends: read only this many first and last rows of each training file, for a quick look.
 
     Raises:
-        ModelError: transformers, and so the engines, read another model from config.json than the actor does; or the
-            tokenizer cannot be used. DataError: the problems cannot. ConfigError: the chat template cannot write the
-            turns of an environment.
+        ModelError: transformers, and so the engines, would build another model from config.json than the actor; or the
+            tokenizer cannot be used. DataError: the problems cannot be used. ConfigError: the chat template cannot
+            write the turns of an environment.
     """
     shape = read_compared_shape(config.model.path)
     tokenizer = load_tokenizer(
@@ -297,10 +297,11 @@ def _check_vocabulary(
 
 
 def answer_stops(config: Config, tokenizer: PreTrainedTokenizerBase) -> Stops:
-    """Return what ends an answer of training.
+    """Return what ends a training answer.
 
     Raises:
-        ModelError: as `read_stops`. ConfigError: SGLang servers could not read the texts that end answers.
+        ModelError: as in `read_stops`. ConfigError: SGLang servers without a tokenizer could not find the texts that
+            end answers.
     """
     rollout, template = config.rollout, trained_with(config.data)
     stops = read_stops(
@@ -318,6 +319,6 @@ def answer_stops(config: Config, tokenizer: PreTrainedTokenizerBase) -> Stops:
 
 
 def ends_at_texts(config: Config, stops: Stops) -> bool:
-    """Whether some answer of the run may end at a text: an agent names its own. Args: stops: of its training."""
+    """Whether some answer of the run may end at a text; agents name their own. Args: stops: those of training."""
     of_sets = [TEMPLATES[one.template].stop for one in config.data.eval if one.template != "data"]
     return bool(stops.texts or any(of_sets) or any(map(is_agent, config.all_environments)))

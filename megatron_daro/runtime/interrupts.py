@@ -1,8 +1,8 @@
-"""Ctrl-C, SIGTERM and SIGHUP: while a command starts, in the training loop, and while everything is taken apart.
+"""Ctrl-C, SIGTERM and SIGHUP: while a command starts, in the training loop, and during shutdown.
 
-`interruptible` is around a whole command; `stop_on_signals` is around the start of the processes and the loop, and
-gives the handlers back when they end. All three signals mean the same. What ends already is ended in order, unless
-somebody insists.
+`interruptible` surrounds a whole command; `stop_on_signals` surrounds the start of the processes and the loop, and
+restores the previous handlers afterwards. All three signals mean the same. A shutdown that has begun is finished in
+order, unless the user insists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INSISTING = 5
-"""Signals while a command ends already, after which it is ended by force."""
+"""How many signals during a shutdown end the process by force."""
 _AGAIN_S = 0.02
 _ABORT_ALARM_S = 3
 
@@ -36,7 +36,7 @@ class Interrupts:
     """The first signal raises KeyboardInterrupt; those after it, and all after `ending`, are counted.
 
     Where Python cannot raise (in `__del__`, in a callback of a weak reference such as importlib's own) it swallows the
-    exception: `swallowed` lets the same signal come again.
+    exception: then `swallowed` has the same signal sent again.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Interrupts:
         self._raised: int | None = None
 
     def ending(self) -> None:
-        """From here on nothing is left to be interrupted."""
+        """Note that the command is shutting down: from here on no signal raises."""
         self._ending = True
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -58,11 +58,11 @@ class Interrupts:
             _end_by_force()
 
     def swallowed(self, exception: type[BaseException]) -> bool:
-        """Whether Python swallowed what `handle` raised; the signal comes again then, in a moment."""
+        """Return whether Python swallowed what `handle` raised; if so, have the signal sent again in a moment."""
         if self._raised is None or not issubclass(exception, KeyboardInterrupt):
             return False
         number, self._raised, self._ending = self._raised, None, False
-        again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))  # at once it would be swallowed here
+        again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))  # sent at once, it would be swallowed here
         again.daemon = True
         again.start()
         return True
@@ -70,7 +70,7 @@ class Interrupts:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupts]:
-    """Handle the three signals in the block; the handlers before come back after it. For the main thread."""
+    """Handle the three signals in the block, then restore the previous handlers. For the main thread."""
     interrupts, hook = Interrupts(), sys.unraisablehook
 
     def heard(unraisable: sys.UnraisableHookArgs) -> None:
@@ -89,7 +89,7 @@ def interruptible() -> Iterator[Interrupts]:
 
 @contextmanager
 def kept_handlers() -> Iterator[None]:
-    """Put the handlers of the three signals back after code that replaces them."""
+    """Restore the handlers of the three signals after code that replaces them."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -100,14 +100,15 @@ def kept_handlers() -> Iterator[None]:
 
 @contextmanager
 def signals_after() -> Iterator[None]:
-    """Let no signal interrupt the block; the first one that came in it is raised again when it has ended well.
+    """Let no signal interrupt the block; if it ends without an error, raise the first signal again that came during it.
 
-    For the start of Ray: an exception between the parts of its C++ code leaves that hanging, out of reach of any
-    further signal (Ray 2.60, `~GlobalStateAccessor` of an accessor whose constructor was interrupted). INSISTING
-    signals end the process by force. For the main thread.
+    For the start of Ray: an exception in the middle of its C++ code leaves that hanging, where no further signal
+    reaches it (Ray 2.60, `~GlobalStateAccessor` of an accessor whose constructor was interrupted). INSISTING signals
+    end the process by force. For the main thread.
 
-    A SIGTERM that meets the handler of Ray's C++ code (`RayLog::InstallFailureSignalHandler`) is passed on by it, with
-    an alarm set to abort the process three seconds later (Abseil, `alarm_on_failure_secs`): the alarm is taken back.
+    If the handler of Ray's C++ code (`RayLog::InstallFailureSignalHandler`) gets a SIGTERM first, it passes it on, but
+    sets an alarm that aborts the process three seconds later (Abseil, `alarm_on_failure_secs`): that alarm is
+    cancelled.
     """
     received: list[int] = []
 
@@ -129,7 +130,7 @@ def signals_after() -> Iterator[None]:
 
 @contextmanager
 def stop_on_signals(controller: Controller) -> Iterator[None]:
-    """Let the three signals ask the controller to stop, in the block; then the handlers before are back. INSISTING
+    """In the block, have the three signals ask the controller to stop; then restore the previous handlers. INSISTING
     signals end the process by force.
 
     Needs the running event loop of the main thread.
@@ -153,12 +154,12 @@ def stop_on_signals(controller: Controller) -> Iterator[None]:
 
 def _take_back_alarm() -> None:
     left_s = signal.alarm(0)
-    if left_s > _ABORT_ALARM_S:  # another one
+    if left_s > _ABORT_ALARM_S:  # not Ray's
         signal.alarm(left_s)
 
 
 def _end_by_force() -> None:
-    """Kills what this process has started, then this process: no exit handler runs, so none can hang."""
+    """Kill all that this process has started, then this process: no exit handler runs, so none can hang."""
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             child.kill()

@@ -1,12 +1,12 @@
-"""Runs what a configuration describes, and takes it apart again: the composition root.
+"""Builds and runs what a configuration describes, then shuts it down: the composition root.
 
-The command line calls `train`, in this process, in this order:
+The command line calls `train`, which does this in the calling process, in this order:
 
     check_start -> own RUN -> progress and log -> read the data -> begin: step 0 or the newest checkpoint
       -> Ray -> _train: placement -> ranks -> engine, verifiers, sampler -> Controller
                         start_all -> resume -> Controller.run under supervision
 
-parts.py makes what `_train` puts together.
+parts.py makes the parts that `_train` puts together.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         stack.callback(run_directory.remove_unfinished_export, config.trainer)
         for remark in algorithm_remarks(config, algorithm, generates=replay is None):
             progress.warn(remark)
-        # Before any process of the run is started: data that is wrong costs no time.
+        # Before any process of the run is started, so that wrong data fails at once.
         progress.stage("start", "reading the data")
         inputs: Inputs | ReplaySource
         if replay:
@@ -106,7 +106,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
 def _in_cluster(
     run: RunContext, interrupts: Interrupts, work: Callable[[], Coroutine[Any, Any, T]], *, engines: bool
 ) -> T:
-    """Return what the work gives. Its processes are gone then."""
+    """Run the work with Ray and return its result; the run's processes have ended by then."""
     with cluster(demand_of(run.config, engines=engines).processes, tell=partial(run.progress.stage, "start")):
         try:
             return asyncio.run(work())
@@ -185,7 +185,7 @@ async def _train(
 
 
 async def _go_on(run: RunContext, controller: Controller, start: Start) -> None:
-    """Take the controller to where the run goes on."""
+    """Bring the controller to the point where the run goes on."""
     if start.checkpoint:
         run.progress.stage("start", f"reading {start.checkpoint.name}")
         await controller.resume(start.checkpoint, start.state)
@@ -195,14 +195,15 @@ async def _go_on(run: RunContext, controller: Controller, start: Start) -> None:
 
 
 async def supervised(work: Awaitable[T], endings: Iterable[Awaitable[Exception]]) -> T:
-    """Return the result of `work`, unless one of the endings comes first: then `work` is cancelled, and it is raised.
+    """Return the result of `work`. If an ending comes first, cancel `work` and raise the ending's error.
 
     Args:
         work: the controller's run; it closes what it holds when it is cancelled.
-        endings: what may end the run: each returns its error.
+        endings: wait for what ends the run; each returns its error.
 
     Raises:
-        DaroError: what an ending returned: a process ended, no server is left. Whatever `work` raises passes through.
+        DaroError: the error that an ending returned: a process ended, no server is left. What `work` raises passes
+            through.
     """
     task = asyncio.ensure_future(work)
     watches = [asyncio.ensure_future(ending) for ending in endings]
@@ -221,7 +222,8 @@ async def supervised(work: Awaitable[T], endings: Iterable[Awaitable[Exception]]
 
 
 async def _cancelled(task: asyncio.Future[T]) -> None:
-    """Cancel and wait. Its error, a consequence of the one that is raised, counts as seen: asyncio would print it."""
+    """Cancel the task and wait for it. Its error, a consequence of the one that is raised, is marked as seen, or
+    asyncio would print it."""
     task.add_done_callback(mark_as_seen)
     task.cancel()
     await asyncio.wait({task})
@@ -237,7 +239,7 @@ def _evaluations(run: RunContext, generation: parts.Generation | None) -> Evalua
 
 
 def _finished_before(run: RunContext, start: Start, interrupts: Interrupts) -> RunOutcome:
-    """Do what is left of a run that has all of its steps: at most its export."""
+    """Finish a run that already has all of its steps: write the exports that are missing, if any."""
     due = run_directory.exports_due(run.config.trainer, start.step)
     rest = "nothing to do; to go on, raise trainer.steps"
     if due:
@@ -285,7 +287,8 @@ def _metrics_log(run: RunContext) -> MetricsLog:
 
 
 def _correction(section: AlgorithmSection) -> str:
-    """Return what corrects for the age of rollouts: their own log-probs as the old ones leave nothing to correct."""
+    """Return what corrects for stale rollouts; if their own log-probs serve as the old ones, nothing is left to
+    correct."""
     return "algorithm.old_logprobs=rollout" if section.old_logprobs == "rollout" else section.correction.kind
 
 

@@ -3,9 +3,10 @@
     VerifierPools.score_async, EnvironmentPools.ask -> NodePools.call -> the driver's pool, or that of the node with the
     fewest calls under way (PoolWorker, node_workers.py)
 
-On one machine the pool belongs to the driver, which saves a process; that of verifiers not beside servers. On several
-each node has its share of the workers behind a Ray actor. What a lost one was asked goes to another: a verdict depends
-on the answer alone, and a conversation's state goes along with each step, so nothing changes.
+On a single node the pool belongs to the driver, which saves a process (the verifiers' pool only with the embedded
+engine). Otherwise each node has its share of the workers behind a Ray actor. Requests to a lost actor are sent to
+another: a verdict depends on the answer alone, and a conversation's state goes along with each step, so the results are
+the same.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class PoolWorker:
         self._pool, self._ask = make(workers), ask
 
     async def ready(self) -> tuple[str, int]:
-        """Node and process, when the workers run. Raises DaroError: they cannot."""
+        """Start the workers; return node and process. Raises DaroError: they cannot run."""
         await asyncio.to_thread(self._pool.start)
         return own_place()
 
@@ -59,8 +60,8 @@ class NodePools:
     def __init__(
         self, kind: str, make: MakePool, ask: AskPool, workers: int, run: RunContext, *, in_driver: bool = True
     ) -> None:
-        """Args: kind: "verifier pool". workers: dealt out to the nodes. in_driver: whether the pool of the only node is
-        in this process."""
+        """Start nothing. Args: kind: for messages, such as "verifier pool". workers: how many, dealt out to the nodes.
+        in_driver: whether the pool is in this process if there is only one node."""
         self._make, self._ask, self._count, self._in_driver = make, ask, workers, in_driver
         self._shares: list[int] = []
 
@@ -75,16 +76,16 @@ class NodePools:
 
     @property
     def restarts(self) -> int:
-        """Times that a node's pool was lost and started again."""
+        """How often a node's pool was lost and restarted."""
         return self.workers.restarts
 
     @property
     def failed_starts(self) -> int:
-        """Starts of processes that failed and were tried again, as far as pools have said it."""
+        """How many starts of processes failed and were tried again, as far as pools have reported it."""
         return self.pool.failed_starts if self.pool is not None else sum(self._failed_starts.values())
 
     async def start(self) -> None:
-        """Start the processes; again is nothing. Raises DaroError."""
+        """Start the processes; do nothing if they run. Raises DaroError."""
         if self._started:
             return
         self._started = True
@@ -97,7 +98,7 @@ class NodePools:
         await self.workers.start(nodes)
 
     async def call(self, *request: object) -> Any:
-        """Return the reply. An argument for each part, since Ray sends small ones along with the call.
+        """Return the reply. A request's parts are separate arguments, since Ray sends small ones along with the call.
 
         Raises:
             DaroError: a pool failed. WorkerError: all are lost, each after as many starts as are allowed.
@@ -111,7 +112,7 @@ class NodePools:
             try:
                 reply, place, failed_starts = await self.workers.call("ask", *request)
             except WorkerDiedError:
-                continue  # bounded: every loss counts towards the worker's last start
+                continue  # bounded: each worker is restarted only so often
             self._failed_starts[place] = failed_starts
             return reply
 
@@ -126,23 +127,25 @@ class VerifierPools(NodePools):
     """The `Scorer` of a run."""
 
     def __init__(self, run: RunContext) -> None:
-        """`reward.workers` processes are dealt out to the nodes."""
+        """Start nothing. `reward.workers` processes are dealt out to the nodes."""
         section, in_driver = run.config.reward, run.config.engine.kind == "embedded"
         super().__init__(
             "verifier pool", partial(_verifiers, section), _verdicts, section.workers, run, in_driver=in_driver
         )
 
     async def score_async(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict]:
-        """Verdicts of (answer text, gold answer, statement of the problem), in order. Raises as `call` does."""
+        """Return the verdicts of (answer text, gold answer, statement of the problem), in order. Raises what `call`
+        raises."""
         verdicts: list[Verdict] = await self.call(*pairs)
         return verdicts
 
 
 class EnvironmentPools(NodePools):
-    """The `EnvironmentPool` of an environment. Made on the run's event loop, where Ray's calls live; asked from any."""
+    """The `EnvironmentPool` of an environment. It is made on the run's event loop, where Ray's calls run; it may be
+    asked from any loop."""
 
     def __init__(self, run: RunContext, section: EnvironmentSection) -> None:
-        """The section's `workers` are dealt out to the nodes."""
+        """Start nothing. The section's `workers` are dealt out to the nodes."""
         super().__init__("environment pool", partial(pool_of, section), WorkerPool.ask, section.workers, run)
         self._loop = asyncio.get_running_loop()
 
@@ -154,7 +157,7 @@ class EnvironmentPools(NodePools):
         """Return the reply of a worker.
 
         Raises:
-            RolloutError: the user's class does something else than its Protocol says. WorkerError: all pools are lost.
+            RolloutError: the user's class does not do what its Protocol says. WorkerError: all pools are lost.
         """
         reply: dict[str, Any] = await self.call(request)
         return reply
@@ -177,5 +180,5 @@ async def _verdicts(pool: RewardPool, *pairs: tuple[str, str, str]) -> list[Verd
 
 
 def shares(workers: int, nodes: int) -> list[int]:
-    """Return the processes of each node: `workers` in sum, but at least one on each."""
+    """Return the number of processes of each node: `workers` in sum, but at least one on each."""
     return [max(1, workers // nodes + (i < workers % nodes)) for i in range(nodes)]

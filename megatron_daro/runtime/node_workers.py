@@ -1,10 +1,10 @@
 """Equal Ray actors spread over the nodes: answer workers (answer_workers.py), pools of verifiers and of environments
 (node_pools.py).
 
-A call goes to the least busy worker of a set. Unlike the policy's ranks they hold nothing that a run needs, so the
-run outlives them: the caller of a lost one gets WorkerDiedError and calls again, while another is started, at most
-`MAX_RESTARTS` times. The actors are thin shells, apart from train_worker.py because a process that imports
-no torch starts in a fifth of the time and takes a quarter of the memory.
+A call goes to the least busy worker of its kind. Unlike the policy's ranks, workers hold nothing that a run needs, so
+the run outlives them: if one is lost, its callers get WorkerDiedError and call again, while it is restarted, at most
+`MAX_RESTARTS` times. The actors are thin shells, and not in train_worker.py, because a process that imports no torch
+starts in a fifth of the time and takes a quarter of the memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.ray_calls import DEATHS, WorkerDiedError, gather, translated
 
 MANY_CALLS = 100_000
-"""Calls that an asynchronous actor has under way at most: all groups of a large batch wait in it for their servers."""
+"""How many calls an asynchronous actor may have under way: all groups of a large batch may wait in it for their
+servers."""
 
 
 def own_place() -> tuple[str, int]:
@@ -42,7 +43,7 @@ work, and serves many calls at once."""
 
 @dataclass(eq=False)
 class _Slot:
-    """One worker. handle: None between two lives."""
+    """One worker. handle: None while it has no process."""
 
     number: int
     name: str
@@ -56,7 +57,7 @@ class _Slot:
 
 
 def alive_nodes() -> list[str]:
-    """Ids of the nodes of the cluster, this process's own first."""
+    """Return the ids of the cluster's living nodes, this process's own first."""
     own = ray.get_runtime_context().get_node_id()
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     return sorted(nodes, key=lambda node: (node != own, node))
@@ -66,7 +67,7 @@ class NodeWorkers:
     """The workers of one kind."""
 
     def __init__(self, kind: str, make: Make, run: RunContext) -> None:
-        """`start` starts one on each node it is given.
+        """Start nothing; `start` does.
 
         Args:
             kind: what each is, for messages: "answer worker".
@@ -79,7 +80,7 @@ class NodeWorkers:
         self._starts: set[asyncio.Task[None]] = set()
         self._listening: set[asyncio.Task[None]] = set()
         self._closed = False
-        # One call is handed to Ray at a time, so that hundreds at once do not hold the event loop together.
+        # Calls are handed to Ray one at a time, so that hundreds at once do not hold up the event loop.
         self._handing = asyncio.Lock()
         self.restarts = 0
 
@@ -99,10 +100,11 @@ class NodeWorkers:
             slot.back.set()
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
-        """Return the result of one worker. When this is cancelled, the call is cancelled there.
+        """Call a method of the least busy worker, and return its result. When this is cancelled, so is the worker's
+        call.
 
         Args:
-            timeout_s: after this the worker counts as hung: it is ended and started again. None: the caller has a
+            timeout_s: after this the worker counts as hung, and is killed and restarted. None: the caller has a
                 deadline of its own.
 
         Raises:
@@ -134,15 +136,15 @@ class NodeWorkers:
             slot.under_way -= 1
 
     def listen(self, method: str, take: Callable[[Any], None]) -> None:
-        """Has `take` called with each result of this call, which every worker is given again and again; it returns
-        when there is something to tell."""
+        """Call a method of every worker again and again, and call `take` with each result. The method returns when it
+        has something to report."""
         self._listening |= {asyncio.create_task(self._listen(slot, method, take)) for slot in self._slots}
 
     async def _listen(self, slot: _Slot, method: str, take: Callable[[Any], None]) -> None:
         while slot in self._slots:
             await slot.back.wait()
             if (handle := slot.handle) is None:
-                return  # it is left out
+                return  # the worker was given up
             try:
                 result = await getattr(handle, method).remote()
             except RayError as error:
@@ -160,7 +162,7 @@ class NodeWorkers:
         self._slots = []
 
     async def _free(self) -> _Slot:
-        """Return the least busy worker that is ready, or the first that is again."""
+        """Return the least busy worker that is ready; if none is, wait for the first."""
         while True:
             if not self._slots:
                 why = "they were not started, or are closed" if self._closed or not self.restarts else "all are lost"
@@ -168,7 +170,8 @@ class NodeWorkers:
             ready = [slot for slot in self._slots if slot.ready]
             if ready:
                 return min(ready, key=lambda slot: slot.under_way)
-            # Bounded: each start has its deadline and its number, and the last one that fails leaves none.
+            # Bounded: starts have a deadline and are limited in number; when the last one has failed, no worker is
+            # left.
             waits = [asyncio.ensure_future(slot.back.wait()) for slot in self._slots]
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -177,12 +180,12 @@ class NodeWorkers:
                     wait.cancel()
 
     def _place(self, slot: _Slot) -> None:
-        # Not soft: Ray then places it anywhere. No CPU is asked for: the run's processes have them all.
+        # Not soft: Ray would then place it anywhere. It asks for no CPU: the run's processes have them all.
         strategy = NodeAffinitySchedulingStrategy(node_id=slot.node, soft=False)
         slot.handle = self._make({"num_cpus": 0, "scheduling_strategy": strategy}, slot.number)
 
     def _lost(self, slot: _Slot, handle: object, reason: str) -> None:
-        """End what is left of it and start it again, once for all whose calls it had."""
+        """Kill what is left of a worker and restart it, once however many calls it had."""
         if slot.handle is not handle or self._closed:
             return
         self._end(slot)
@@ -193,7 +196,7 @@ class NodeWorkers:
         task.add_done_callback(self._starts.discard)
 
     async def _restart(self, slot: _Slot) -> None:
-        """Until it works again, or was started too often; then it is left out."""
+        """Start a worker until it works again; give it up after too many starts."""
         while slot.restarts < MAX_RESTARTS:
             slot.restarts += 1
             self.restarts += 1
@@ -206,7 +209,7 @@ class NodeWorkers:
             try:
                 start = gather({slot.name: slot.handle.ready.remote()})
                 await self._deadlines.within("workers_start", start, what=slot.name)
-            except DaroError as error:  # also its own: verifiers that cannot start, a tokenizer that is not there
+            except DaroError as error:  # also the worker's own: verifiers that cannot start, a missing tokenizer
                 slot.reason = str(error)
                 self._end(slot)
                 continue

@@ -1,8 +1,8 @@
-"""The parts of a run, made of its checked configuration and then started.
+"""The parts of a run: made from its checked configuration, then started.
 
-launch.py calls these in the order of a start: `placement`, `policy_group`, `generation` (engine, verifiers, what
-fills batches), then `start_all`. What runs in processes of its own takes the `RunContext`; what the loop drives is
-handed its section, or the few values that it needs of others.
+launch.py calls these in order: `placement`, `policy_group`, `generation` (engine, verifiers, sampler), then
+`start_all`. Parts that have processes of their own take the `RunContext`; parts that the loop drives get their section
+of the configuration, or the few values that they need from other sections.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ if TYPE_CHECKING:
 
 
 _BESIDE_OF_SERVER = 32
-"""Answers of an evaluation that each server has at once while a batch is generated."""
+"""How many answers of an evaluation each server generates at once beside a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What makes batches, and evaluations.
+    """The parts that make batches and evaluations.
 
     teacher: None without distillation. evaluator: None where there is no evaluation set.
     """
@@ -75,7 +75,7 @@ class Generation:
     evaluator: Evaluator | None
 
     def closers(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
-        """Return, by name, what ends all of it but the engine."""
+        """Return, by name, the functions that close all parts except the engine."""
         closers = {"verifiers": self.scorer.close, "environment": self.rollouter.close}
         return closers | {"teacher": self.teacher.close} if self.teacher else closers
 
@@ -119,7 +119,7 @@ def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
 
 
 def generation(run: RunContext, inputs: Inputs, algorithm: Algorithm, placement: Placement) -> Generation:
-    """Engine, scorer, sampler and evaluator."""
+    """Make engine, scorer, sampler and evaluator."""
     engine = rollout_engine(run, inputs.tokenizer, placement)
     return generation_with(run, inputs, algorithm, engine, VerifierPools(run))
 
@@ -127,7 +127,7 @@ def generation(run: RunContext, inputs: Inputs, algorithm: Algorithm, placement:
 def generation_with(
     run: RunContext, inputs: Inputs, algorithm: Algorithm, engine: ReceivingEngine, scorer: VerifierPools
 ) -> Generation:
-    """Make sampler and evaluator around an engine and a scorer that are there."""
+    """Make the other parts around a given engine and scorer."""
     config, rollout, ledger = run.config, run.config.rollout, Ledger()
     rollouter, distill = rollouter_of(run, inputs.tokenizer, engine, scorer), config.algorithm.distill
     teacher = Teacher(distill) if distill.urls else None
@@ -216,7 +216,7 @@ def _rollouter(
 
 
 def gpus(run: RunContext, policy: PolicyGroup, generation: Generation | None, placement: Placement) -> Gpus:
-    """Return who has the GPUs when."""
+    """Return the turns in which policy and engine use the GPUs; `OwnGpus` if they share none."""
     if generation is None or not placement.shares_gpus:
         return OwnGpus()
     assert isinstance(generation.engine, SharingEngine), "the checks refuse others"
@@ -233,12 +233,12 @@ def recorder(run: RunContext) -> Recorder | None:
 
 
 def placement(run: RunContext, *, engines: bool) -> Placement:
-    """Return where the run's processes will be. Args: engines: whether any generate."""
+    """Return where the run's processes will be. Args: engines: whether there are engines."""
     return Placement(demand_of(run.config, engines=engines), run.config.actor, run.deadlines)
 
 
 def policy_settings(config: Config) -> PolicySettings:
-    """Return what each rank needs of the run beside its own sections."""
+    """Return the settings of the run that each rank needs besides its own sections."""
     engine, megatron = config.engine, config.actor.megatron
     shares_memory = engine.kind == "sglang" and (engine.colocate or engine.sglang.transport.maps_memory)
     return PolicySettings(
@@ -261,7 +261,7 @@ def _with_absolute_path(section: LoraSection) -> LoraSection:
 
 
 def policy_group(run: RunContext, placement: Placement, *, trains: bool) -> PolicyGroup:
-    """Return the Megatron ranks. Args: trains: else they only export, and none is ever replaced."""
+    """Return the Megatron ranks. Args: trains: if not, they only export, and lost ranks are not replaced."""
     config, trainer = run.config, run.config.trainer
     columns = algorithm_of(config).token_columns or ()
     healing = None
@@ -280,8 +280,8 @@ def _with_absolute_paths(section: AlgorithmSection) -> AlgorithmSection:
 
 
 def rollout_engine(run: RunContext, tokenizer: PreTrainedTokenizerBase, placement: Placement) -> ReceivingEngine:
-    """Return the engine of `engine.kind`. Raises ConfigError: servers whose environment cannot work, or a class of your
-    own that does not fit, or whose constructor raised."""
+    """Return the engine of `engine.kind`. Raises ConfigError: the servers' environment cannot work, or a class of your
+    own does not fit, or its constructor raised."""
     config = run.config
     if config.engine.kind == "sglang":
         facts = TokenizerFacts(
@@ -302,11 +302,11 @@ def rollout_engine(run: RunContext, tokenizer: PreTrainedTokenizerBase, placemen
 
 
 async def start_all(run: RunContext, placement: Placement, policy: PolicyGroup, generation: Generation | None) -> None:
-    """Start all processes when each has a place: at once, since each spends its first seconds importing, but in turns
-    where servers share GPUs with ranks. The first failure ends the other starts.
+    """Start all processes once each has a place: all at once, since each spends its first seconds importing, unless
+    servers share GPUs with ranks: then one kind after the other. The first failure cancels the other starts.
 
     Raises:
-        DaroError: a process cannot start. DeadlineError: one did not start in time, and which.
+        DaroError: a process cannot start. DeadlineError: names the part that did not start in time.
     """
     stage = run.progress.stage
     stage("start", "looking for room in the Ray cluster")
@@ -324,8 +324,8 @@ _RANKS, _RANKS_LOAD = "the actor's ranks", "ranks load the model"
 
 
 async def _start_in_turns(run: RunContext, policy: PolicyGroup, generation: Generation) -> None:
-    """Start the ranks' processes, which use no GPU yet, then the servers, which look at what is free on the GPUs and
-    take their part; they give it back before the policy is built."""
+    """Start the ranks' processes, which use no GPU yet, then the servers, which take their share of the free GPU memory
+    and release it before the policy is built."""
     within, stage, engine = run.deadlines.within, run.progress.stage, generation.engine
     stage("ranks", "ranks start")
     await within("policy_start", policy.start_processes(), what=_RANKS)
@@ -354,7 +354,7 @@ async def _start_at_once(run: RunContext, policy: PolicyGroup, generation: Gener
 
 
 async def start_engine(run: RunContext, placement: Placement, engine: ReceivingEngine, scorer: VerifierPools) -> None:
-    """`start_all` of what has no policy. Raises as it does."""
+    """Start engine and scorer where there is no policy. Raises what `start_all` raises."""
     await placement.start()
     await _all(_engine_starts(run, engine, scorer))
 

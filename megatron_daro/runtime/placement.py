@@ -2,9 +2,9 @@
 
 One placement group of Ray, made whole or not at all, with a place for each of the pieces that config/placement.py
 counts. A tensor-parallel group is one bundle, and so is a server, or each part of one that is spread over nodes,
-because a bundle never spans nodes. Servers that share GPUs with ranks are in a bundle with these: by Ray the ranks have
-its GPUs, one each, and the servers are told which these are. The groups of one replica (its experts' and context parts,
-then its pipeline stages) are next to each other. Refuses a run that does not fit, with the numbers.
+because a bundle never spans nodes. Servers that share GPUs with ranks are in the ranks' bundle: Ray gives its GPUs to
+the ranks, one each, and the servers are told which GPUs these are. The groups of one replica (its experts' and context
+parts, then its pipeline stages) are next to each other. A run that does not fit is refused, with the numbers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _REMEDY = "lower actor.*_parallel or engine.replicas, or start more nodes"
 
 
 class Placement:
-    """The places of one run. Nothing has one before `start`."""
+    """The places of one run, which `start` reserves."""
 
     def __init__(self, demand: Demand, actor: ActorSection, deadlines: Deadlines) -> None:
-        """Args: demand: the pieces. actor: their order. deadlines: `placement` bounds the wait for room."""
+        """Reserve nothing. Args: demand: the pieces. actor: the layout, which gives their order. deadlines: `placement`
+        bounds the wait for room."""
         self._demand, self._actor, self.deadlines = demand, actor, deadlines
         self._group: PlacementGroup | None = None
         self._gpus = False
@@ -54,14 +55,14 @@ class Placement:
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether servers have the GPUs of the ranks, in turns with them."""
+        """Whether servers use the GPUs of the ranks, in turns with them."""
         return self._demand.shared
 
     async def start(self) -> None:
-        """Take room for everything.
+        """Reserve a place for everything.
 
         Raises:
-            ConfigError: the cluster's nodes cannot hold the run. DeadlineError: others hold the room for too long.
+            ConfigError: the cluster's nodes cannot hold the run. DeadlineError: other work held the room for too long.
         """
         nodes = [node for node in ray.nodes() if node["Alive"]]
         gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
@@ -77,7 +78,7 @@ class Placement:
         await self._until_placed(what)
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
         order = group_order(self._actor) if self._demand.groups else []
-        groups = self._demand.unit // self._demand.group_size  # of a bundle
+        groups = self._demand.unit // self._demand.group_size  # per bundle
         slots = assigned(order, [node_of[slot // groups] for slot in range(self._demand.groups)])
         self._bundle_of_group = {group: slot // groups for group, slot in slots.items()}
 
@@ -86,20 +87,20 @@ class Placement:
         return self._options(self._bundle_of_group[rank // self._demand.group_size], int(self._gpus))
 
     def server(self, number: int, part: int = 0) -> dict[str, Any]:
-        """Return the options of the Ray actor of an engine, or of a part of one that is spread over nodes. One that
-        shares GPUs is told which by `gpus_of_server`."""
+        """Return the options of the Ray actor of an engine, or of a part of one that is spread over nodes. If it shares
+        GPUs, `gpus_of_server` says which."""
         if self._demand.shared:
             return self._options(number // self._demand.servers_of_unit, 0)
         bundle = self._demand.groups + number * self._demand.server_nodes + part
         return self._options(bundle, self._demand.part_size if self._gpus else 0)
 
     def take_gpus(self, gpu_of_rank: Mapping[int, str]) -> None:
-        """Take in which GPU of its node Ray gave to each rank."""
+        """Note which GPU of its node Ray gave to each rank."""
         self._gpu_of_rank = gpu_of_rank
 
     def gpus_of_server(self, number: int) -> str | None:
-        """Return the GPUs that this server shares with ranks of its bundle, as CUDA_VISIBLE_DEVICES has them; None
-        where it has GPUs of its own, or there are none."""
+        """Return the GPUs that this server shares with ranks of its bundle, in the form of CUDA_VISIBLE_DEVICES; None
+        if it has GPUs of its own, or there are none."""
         if not (self._demand.shared and self._gpus):
             return None
         bundle, place = divmod(number, self._demand.servers_of_unit)
@@ -109,7 +110,7 @@ class Placement:
         return ",".join(gpus[place * size : (place + 1) * size])
 
     def close(self) -> None:
-        """Give the room back, for a driver that goes on; the end of a driver does the same. May be called twice."""
+        """Give the places back while the driver goes on; Ray takes them back when it ends. May be called twice."""
         group, self._group = self._group, None
         if group is not None:
             remove_placement_group(group)
@@ -145,9 +146,9 @@ class Placement:
 
 
 def group_order(actor: ActorSection) -> list[int]:
-    """Return the tensor-parallel groups (rank // TP) so that neighbours exchange most: context parts of a stage and the
-    replicas that share its experts, then the stages, then the other replicas. Megatron numbers ranks TP fastest, then
-    CP, DP, PP, and experts lie on consecutive ranks of a stage."""
+    """Return the tensor-parallel groups (rank // TP) in an order in which neighbours exchange most: context parts of a
+    stage and the replicas that share its experts, then the stages, then the other replicas. Megatron numbers ranks TP
+    fastest, then CP, DP, PP, and experts lie on consecutive ranks of a stage."""
     context, data = actor.context_parallel, actor.data_parallel
     together = max(1, actor.expert_group_size // (actor.tensor_parallel * context))
     return [
@@ -160,10 +161,11 @@ def group_order(actor: ActorSection) -> list[int]:
 
 
 def assigned(order: Sequence[int], nodes: Sequence[str]) -> dict[int, int]:
-    """Return group -> bundle, so that groups that follow each other are on one node as far as it has bundles.
+    """Return group -> slot, a bundle's place for one group, such that consecutive groups are on one node as far as it
+    has slots.
 
     Args:
-        order: groups, neighbours next to each other. nodes: the node of each bundle of a group.
+        order: groups, neighbours next to each other. nodes: the node of each slot.
     """
     first = {node: index for index, node in reversed(list(enumerate(nodes)))}
     bundles = sorted(range(len(nodes)), key=lambda index: (-nodes.count(nodes[index]), first[nodes[index]], index))

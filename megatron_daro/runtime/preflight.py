@@ -1,16 +1,16 @@
-"""Everything before the first process of a run: a start or a resume prepared, and all that can fail tried.
+"""Everything before the first process of a run: prepares a start or a resume, and tries all that can fail.
 
-Where a run starts, from prompts as from a recording, which is never that of its own directory:
+Where a run starts, from prompts or from a recording (never that of its own directory):
 
     without --resume                 at step 0, in a directory that holds no run
-    --resume, there is a checkpoint  there, if the restart audit accepts it; what came after it is written again
+    --resume, there is a checkpoint  at it, if the restart audit accepts that; what came after it is written again
     --resume, there is none          at step 0; all is written again
 
-A configuration, model, data or recording that the checkpoint does not belong to is rejected, and config.yaml stays as
-it was; otherwise it is written. RUN/restarts.txt says what a restart changes, and which change was rejected.
-`train --dry-run` calls the same functions as a start, reads only the first and last rows of training files (all where
-those are refused), and writes nothing. It starts nothing of the run. Classes that the configuration names are imported
-here, and what the run makes in worker processes is made in one, which ends.
+A configuration, model, data or recording that does not match the checkpoint is rejected, and config.yaml stays as it
+was; otherwise config.yaml is written. RUN/restarts.txt says what a restart changes, and which change was rejected.
+`train --dry-run` calls the same functions as a start, reads only the first and last rows of training files (all rows if
+these are refused), writes nothing, and starts no process of the run. Classes that the configuration names are imported
+here; what the run makes in worker processes is made once in such a process, which then ends.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ CONFIG_FILE = "config.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """provenance: what the run is made of. checkpoint, state: what it goes on from; None and empty from the beginning.
+    """provenance: what the run is made of. checkpoint, state: where it goes on; None and empty for a start from the
+    beginning.
 
-    begins_again: an earlier start got to no checkpoint, so what it wrote is written again.
+    begins_again: an earlier start reached no checkpoint, so what it wrote is discarded and written again.
     """
 
     provenance: Mapping[str, Any]
@@ -76,8 +77,8 @@ class Start:
 
 
 def with_template_date(config: Config, *, resume: bool) -> Config:
-    """Return the configuration with the day that chat templates take for today: as set, as the run that is resumed has
-    it, else today's. Prompts with another date would be others."""
+    """Return the configuration with the date that chat templates take for today: the one that is set, else that of the
+    resumed run, else today's. With another date the prompts would be others."""
     if config.data.template_date is not None:
         return config
     saved, date = filled(config.trainer.run_dir) / CONFIG_FILE, datetime.date.today()
@@ -89,7 +90,7 @@ def with_template_date(config: Config, *, resume: bool) -> Config:
 
 
 def begin(run: RunContext, *, resume: bool, replay: Path | None, width: int) -> Start:
-    """Find the place to start from and say what a restart changes.
+    """Find where to start, report what a restart changes, and write config.yaml.
 
     Args:
         run: its directory is owned by this process.
@@ -98,8 +99,8 @@ def begin(run: RunContext, *, resume: bool, replay: Path | None, width: int) -> 
         width: columns of the terminal, for the table of changes.
 
     Raises:
-        CheckpointError: no checkpoint is whole or of this format, or the run is not the one of the checkpoint:
-                restarts.txt says why.
+        CheckpointError: no checkpoint is whole or of this format, or the checkpoint belongs to another run:
+            restarts.txt says why.
     """
     run_dir, progress = run.run_dir, run.progress
     made_of = provenance(run.config, replay)
@@ -124,8 +125,8 @@ def begin(run: RunContext, *, resume: bool, replay: Path | None, width: int) -> 
 def compared(
     checkpoint: Path, state: Mapping[str, Any], provenance: Mapping[str, Any], notices: Notices
 ) -> restart_audit.Audit | None:
-    """Return what differs between a checkpoint's run and this one; None, with a warning, where the checkpoint does
-    not say. Raises CheckpointError: it is of another format."""
+    """Return what differs between a checkpoint's run and this one; None, with a warning, if the checkpoint does not
+    describe its run. Raises CheckpointError: it is of another format."""
     check_format(checkpoint, state)
     saved = read_provenance(checkpoint)
     if saved is None:
@@ -140,16 +141,16 @@ ENDS = 100
 
 
 def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
-    """Everything that can be tried before the first process of a run.
+    """Try everything that can be tried before the first process of a run.
 
     Args:
-        config: checked. resume, replay: as of the start.
+        config: checked. resume, replay: as for the start.
 
     Returns:
-        What was found, a line each.
+        What was found, one line each.
 
     Raises:
-        DaroError: what the start would end with.
+        DaroError: the error with which the start would end.
     """
     config, lines = with_template_date(config, resume=resume), _Lines()
     for remark in algorithm_remarks(config, algorithm_of(config), generates=replay is None):
@@ -175,7 +176,7 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
 
 
 def _tell_gpu_defaults(config: Config, lines: _Lines) -> None:
-    """Say which of Megatron's options ranks on GPUs add."""
+    """Report which Megatron options are added for ranks on GPUs."""
     actor = config.actor
     shape = read_model_shape(config.model.path)
     on_engine = actor.precision != "fp32" and not shape.local_layers
@@ -185,7 +186,7 @@ def _tell_gpu_defaults(config: Config, lines: _Lines) -> None:
 
 
 def _try_for_other_nodes(config: Config, found: _Lines) -> None:
-    """Say what environments and servers lack here: a login node need not have what the cluster's nodes have."""
+    """Report what environments and servers lack here: a login node need not have what the cluster's nodes have."""
     tries = [("the environment was", partial(try_environment, one)) for one in config.all_environments if one.has_turns]
     if config.engine.kind == "sglang":
         tries.append(("the servers were", partial(_try_servers, config)))
@@ -203,7 +204,7 @@ def _read_inputs(config: Config, lines: _Lines) -> None:
         read_inputs(config, inputs, ends=ENDS)
         lines += [f"the first and last {ENDS} rows of training files were read", *inputs]
     except DataError:
-        # What is wrong with some rows need not be wrong with the file.
+        # These rows alone may be wrong in a way that the whole file is not.
         read_inputs(config, lines)
 
 
@@ -222,13 +223,13 @@ def check_start(config: Config, *, resume: bool, replay: Path | None, elsewhere:
         config: checked.
         resume: whether the run directory must be there; else it must hold no run.
         replay: the run whose recording is trained on; None: an engine generates.
-        elsewhere: on other machines, which alone can tell whether environments and servers work.
+        elsewhere: the run is for other machines; only these can tell whether environments and servers work.
 
     Raises:
         ConfigError: a field that cannot work here. CheckpointError: another process uses the run directory, or
             Megatron weights do not fit.
-        EngineError: a server that runs already does not answer. ModelError: weights that are not those of config.json,
-            or `sync: shards` between layouts without a plan.
+        EngineError: a server that runs already does not answer. ModelError: weights that do not fit config.json, or
+            `sync: shards` between layouts without a plan.
     """
     run_dir, generates = filled(config.trainer.run_dir), replay is None
     if replay and replay.resolve() == run_dir.resolve():
@@ -260,8 +261,8 @@ def check_start(config: Config, *, resume: bool, replay: Path | None, elsewhere:
 
 
 def _look_at_weights(config: Config) -> None:
-    """Compare the tensors that a run begins with, by their headers, with config.json. Raises ModelError, or
-    CheckpointError for Megatron weights."""
+    """Compare the headers of the weights that a run begins with to config.json. Raises ModelError, or CheckpointError
+    for Megatron weights."""
     shape, critic = read_model_shape(config.model.path), config.algorithm.critic.path
     if config.model.megatron_weights is None:
         check_weights(config.model.path, shape)
@@ -274,7 +275,7 @@ def _look_at_weights(config: Config) -> None:
 
 
 def _plan_shards(config: Config) -> None:
-    """Look whether there is a plan from the policy's layout to the servers'. Raises ModelError: there is none."""
+    """Check that there is a plan from the policy's layout to the servers'. Raises ModelError: there is none."""
     from megatron_daro.engine.sglang.engine import layout_of_servers
     from megatron_daro.runtime.shard_export import trainer_layout
     from megatron_daro.sync.shard_plan import ShardPlan
@@ -285,7 +286,7 @@ def _plan_shards(config: Config) -> None:
 
 
 def _make_own_verifier(section: RewardSection) -> None:
-    """Make the user's verifier once, in a worker process as the run's. Raises ConfigError."""
+    """Make the user's verifier once, in a worker process like the run's. Raises ConfigError."""
     own_verifier_class(section.verifier, section.options)
     try:
         with RewardPool.from_section(section.model_copy(update={"workers": 1})):
@@ -295,14 +296,15 @@ def _make_own_verifier(section: RewardSection) -> None:
 
 
 def _try_servers(config: Config) -> None:
-    """Look at the servers' environment, and ask those that run already. Raises ConfigError, EngineError."""
+    """Check the servers' environment, and query servers that run already. Raises ConfigError, EngineError."""
     check_environments(config.engine.sglang)
     if config.engine.sglang.urls:
         asyncio.run(_ask_servers(config))
 
 
 async def _ask_servers(config: Config) -> None:
-    """Refuse servers that do not answer, are none, or do not take the adapters. Raises EngineError for the first."""
+    """Refuse servers that do not answer, are not SGLang servers, or cannot take the adapters; accept those that are
+    still starting. Raises EngineError for the first."""
     from megatron_daro.engine.sglang.adapters import unfit_for
     from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
     from megatron_daro.engine.sglang.starting import still_starts, unusable
@@ -325,15 +327,17 @@ async def _ask_servers(config: Config) -> None:
 
 
 def _megatron_looks_at_options(config: Config) -> bool:
-    """Whether there are any, and the run's ranks will be on this machine: another one may have what they need."""
+    """Whether Megatron options are set and the ranks will be on this machine; another machine may have what the options
+    need."""
     return bool(config.actor.megatron) and not os.environ.get("RAY_ADDRESS") and hardware_of(config.cluster) is None
 
 
 @contextmanager
 def taken_back_if_it_fails(run_dir: Path) -> Iterator[None]:
-    """Remove a run directory that was made in the block, if an error ends the block before anything happened there.
+    """If an error ends the block before anything happened in the run directory, empty it, and remove it if the block
+    made it.
 
-    What servers logged and what was trained stays, and so does a directory that was not empty before.
+    Logs of servers and anything trained stay, and so does everything in a directory that was not empty before.
     """
     created = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     was_empty = bool(created) or not any(run_dir.iterdir())
@@ -350,8 +354,8 @@ def taken_back_if_it_fails(run_dir: Path) -> Iterator[None]:
 
 
 def _says_something(run_dir: Path, path: Path) -> bool:
-    """Whether a file is more than what every start writes first: configuration, lock, header of the events, logs in
-    which nothing failed that the start's own error does not say."""
+    """Whether a file is more than what every start writes first: configuration, lock, header of the events, and logs
+    without an error that the start's own error does not tell."""
     if not path.is_file() or not path.stat().st_size:
         return False
     folder = path.relative_to(run_dir).parts[0]
@@ -361,7 +365,7 @@ def _says_something(run_dir: Path, path: Path) -> bool:
 
 
 class _Lines(list[str]):
-    """Takes notices and warnings as lines."""
+    """Collects notices and warnings as lines."""
 
     def notice(self, message: str) -> None:
         self.append(message)

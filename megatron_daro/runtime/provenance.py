@@ -1,7 +1,7 @@
 """What a run is made of: its configuration, the model's files, the data, packages and machine.
 
-Every checkpoint holds this description; the restart audit compares it with that of the run that goes on. Reads the
-model's small files and the data files whole, and samples of the weights.
+Every checkpoint holds this description; the restart audit compares it with that of the resumed run. Reads the model's
+small files and the data files whole, and samples of the weights.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def provenance(config: Config, replay: Path | None = None) -> dict[str, Any]:
     """Return what a run is made of, as plain values fit for JSON.
 
     Args:
-        config: checked. replay: the run whose recording it trains on, known by its first step; None: it generates.
+        config: checked. replay: the run whose recording it trains on, identified by its first step; None: it generates.
 
     Raises:
-        DataError: a file cannot be read. ModelError: config.json cannot.
+        DataError: a file cannot be read. ModelError: config.json cannot be read.
     """
     path = config.model.path
     packages, hardware = {name: _version(name) for name in _PACKAGES}, detect()
@@ -50,7 +50,7 @@ def provenance(config: Config, replay: Path | None = None) -> dict[str, Any]:
 
 
 def tokenizer_files(path: Path) -> dict[str, str]:
-    """Return the digests of the files that say which text a token is. Raises DataError."""
+    """Return the digests of the files that map tokens to text. Raises DataError."""
     return {name: digest(path / name) for name in _TOKENIZER if (path / name).is_file()}
 
 
@@ -76,7 +76,8 @@ def digest(file: Path) -> str:
 
 
 def _sampled_digest(file: Path) -> str:
-    """Of size, header and 16 MiB spread over the file: weights of many gigabytes are told apart within a second."""
+    """Return a digest of size, header and 16 MiB spread over the file: it tells weights of many gigabytes apart within
+    a second."""
     digest = hashlib.sha256()
     size = file.stat().st_size
     digest.update(str(size).encode())

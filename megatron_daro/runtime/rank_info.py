@@ -1,4 +1,4 @@
-"""What a rank is: its place among them, and what the driver goes by. TrainWorker tells it when the ranks have met."""
+"""What the driver knows of a rank: its place and its tasks. TrainWorker reports it once the ranks have joined."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A rank's part. exports: it takes part in exports; sends: it hands on its stage's. host: address of its node.
+    """A rank's part. exports: whether it takes part in exports; sends: whether it sends what its stage exports. host:
+    address of its node.
 
-    reports: what its tensor and context group computed for a shard comes from this rank, one per data-parallel rank.
-    device: "cuda" or "cpu". remarks: what a person should know about how it computes. weights_key: ranks with the same
-    one have the same weights.
+    reports: whether it returns what its tensor and context group computed for a shard; one rank per data-parallel rank
+    does. device: "cuda" or "cpu". remarks: what a person should know about how it computes. weights_key: ranks with
+    equal keys have equal weights.
     """
 
     data_parallel: int

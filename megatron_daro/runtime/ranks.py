@@ -25,7 +25,7 @@ from megatron_daro.types import Sequences
 
 
 class Ranks:
-    """All ranks, in order; `workers` has their processes by name, `infos` their parts once they have joined."""
+    """All ranks, in order. `workers` has their processes by name, `infos` their parts once they have joined."""
 
     def __init__(
         self,
@@ -36,7 +36,8 @@ class Ranks:
         *,
         outlive_groups: bool,
     ) -> None:
-        """Start nothing. Args: outlive_groups: processes leave their groups when one dies, and join new ones."""
+        """Start nothing. Args: outlive_groups: whether processes leave their groups when one dies, and join new
+        ones."""
         self._run, self._placement = run, placement
         self.actor, self.settings, self.algorithm = run.config.actor, settings, algorithm
         self._outlive_groups = outlive_groups
@@ -74,20 +75,21 @@ class Ranks:
             await self.all(lambda worker: worker.join_relays.remote([members]))
 
     async def all(self, call: Callable[[Any], Any]) -> list[Any]:
-        """What every rank answers to a call, in order. Raises DaroError: of the first that fails."""
+        """Call every rank, and return the results in order. Raises DaroError: of the first call that fails."""
         if not self.workers:
             raise WorkerError("the ranks were not started, or have been dismissed")
         return await gather({name: call(worker) async for name, worker in yielding_to_event_loop(self.workers.items())})
 
     async def with_shards(self, shards: Sequence[Shard], call: Callable[[Any, Shard], Any]) -> dict[str, Any]:
-        """`call(worker, shard)` on every rank with the shard of its data-parallel rank: references by rank's name."""
+        """Call `call(worker, shard)` for every rank, with the shard of its data-parallel rank; return references by the
+        rank's name."""
         return {
             name: call(worker, shards[info.data_parallel])
             async for (name, worker), info in yielding_to_event_loop(zip(self.workers.items(), self.infos, strict=True))
         }
 
     async def column(self, batch: Sequences, shards: Sequence[Shard], calls: Mapping[str, Any]) -> np.ndarray:
-        """float32 [R] of the whole batch, of what the ranks answer for their shards."""
+        """Return float32 [R] of the whole batch, joined from what the ranks return for their shards."""
         answers = await gather(calls)
         parts = {info.data_parallel: answer for info, answer in zip(self.infos, answers, strict=True) if info.reports}
         return await asyncio.to_thread(joined_column, batch, shards, parts)

@@ -1,7 +1,7 @@
 """Calls to Ray actors: typed classes of actors, many calls at once, and Ray's errors as errors of this package.
 
-Of calls that belong together the first failure is raised; where a process died, that is the cause, whatever the others
-say of it. The message names the worker and Ray's cause.
+Of calls that belong together the first failure is raised; if a process died, its death is raised as the cause, whatever
+the other calls report. The message names the worker and Ray's cause.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from megatron_daro.runtime.cluster import plain
 remote_class = cast(Callable[..., Callable[[type], type]], ray.remote)
 """`ray.remote` with options: its stubs know neither concurrency groups nor the limits of restarts."""
 DEATHS = RayActorError, NodeDiedError, OutOfMemoryError
-"""What a call to a process that is gone may raise; the last where Ray ended it (RAY_memory_usage_threshold)."""
+"""What a call to a process that is gone may raise; the last one if Ray killed it for lack of memory
+(RAY_memory_usage_threshold)."""
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 _IN_ONE_GO = 32
-# What one worker says of a lost peer comes before Ray's own news of the death: at once where the peer's node lives,
-# after its health checks where the node is gone.
+# A worker's error about a lost peer comes before Ray's own report of the death, which follows at once if the peer's
+# node lives, and after health checks if the node is gone.
 _NEWS_S, _NEWS_OF_A_NODE_S = 3.0, 40.0
 
 
@@ -48,12 +49,12 @@ class ActorClass(Protocol):
 
 
 def actor_class(decorated: type) -> ActorClass:
-    """Return a class under `remote_class` as what it is: a type checker sees the class as it is written."""
+    """Return a class decorated with `remote_class` under its real type: a type checker sees the undecorated class."""
     return cast(ActorClass, decorated)
 
 
 async def yielding_to_event_loop(items: Iterable[_Item]) -> AsyncIterator[_Item]:
-    """Yield the items, and let the event loop see to everything else after every few.
+    """Yield the items, and let the event loop do its other work after every few.
 
     A call to an actor costs its caller a few tenths of a millisecond: thousands of them in one go would keep answers of
     servers, signals and deaths of workers waiting for seconds.
@@ -65,7 +66,7 @@ async def yielding_to_event_loop(items: Iterable[_Item]) -> AsyncIterator[_Item]
 
 
 async def gather(calls: Mapping[str, Any]) -> list[Any]:
-    """Results of calls that belong together; the first failure ends the wait for the others.
+    """Return the results of calls that belong together; the first failure ends the wait for the others.
 
     Args:
         calls: Ray references, by worker name.
@@ -88,7 +89,8 @@ async def gather(calls: Mapping[str, Any]) -> list[Any]:
 
 
 async def _news(done: set[asyncio.Task[_Result]], pending: set[asyncio.Task[_Result]]) -> set[asyncio.Task[_Result]]:
-    """Return the calls that fail soon after the first: one of them may say that a process died, which is the cause."""
+    """Return the calls that end soon after the first failure: one of them may report that a process died, which is the
+    cause."""
     if not any(type(task.exception()) is WorkerError for task in done) or any(map(_died, done)):
         return set()
     loop, later = asyncio.get_running_loop(), set[asyncio.Task[_Result]]()
@@ -112,7 +114,8 @@ async def _one(name: str, call: Awaitable[_Result]) -> _Result:
 
 
 def _worst_first(errors: Iterable[BaseException | None]) -> list[BaseException]:
-    """Return a worker's death before what the others say of it (a lost peer, a collective that timed out)."""
+    """Return the errors, a worker's death before what the others report of it (a lost peer, a collective that timed
+    out)."""
     return sorted((e for e in errors if e is not None), key=lambda e: not getattr(e, "died", False))
 
 
@@ -123,7 +126,7 @@ class WorkerDiedError(WorkerError):
 
 
 def _how(text: str) -> str:
-    """Ray's account of a death without its class names, addresses and advice: process, and what ended it."""
+    """Return Ray's account of a death without its class names, addresses and advice: process, and what ended it."""
     line = " ".join(text.split())
     pid = re.search(r"\bpid: (\d+)", line)
     detail = re.search(r"Worker exit detail: (.*)", line)
@@ -132,7 +135,7 @@ def _how(text: str) -> str:
 
 
 def translated(name: str, error: BaseException) -> DaroError:
-    """Ray's error as one of this package: the worker's own DaroError where it raised one."""
+    """Return Ray's error as one of this package: the worker's own DaroError if it raised one."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, DaroError):

@@ -39,10 +39,10 @@ def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 def start_on_loopback(directory: Path, *, cpus: int, gpus: int, store_bytes: int, patience_s: float) -> None:
-    """Start a cluster of this machine, and join it.
+    """Start a cluster on this machine, and join it.
 
     Args:
-        directory: for Ray's session. cpus, gpus: that it has to give. store_bytes: of its object store.
+        directory: for Ray's session. cpus, gpus: how many it offers. store_bytes: size of its object store.
         patience_s: how long its raylet may take.
     """
     with _of_one_machine(), _without_helpers(), _patient(patience_s):
@@ -64,7 +64,7 @@ def _of_one_machine() -> Iterator[None]:
     """Let Ray be started for this machine only.
 
     Ray 2.55 to 2.60: services.py, `get_node_ip_address`: `if not ray_constants.ENABLE_RAY_CLUSTER`. Reason: Ray binds
-    its servers to loopback only where a node's address is 127.0.0.1 itself, and replaces that address
+    its servers to loopback only if a node's address is 127.0.0.1 itself, and replaces that address
     (`resolve_ip_for_localhost`) by the one of the network card unless this switch, made for macOS and Windows, says
     that the cluster is of one machine. Can go: when `ray.init` keeps the address that it is given.
     """
@@ -74,9 +74,9 @@ def _of_one_machine() -> Iterator[None]:
 
 @contextmanager
 def _without_helpers() -> Iterator[None]:
-    """Let Ray start without three Python processes that nobody here asks: the autoscaler's (a private cluster never
+    """Let Ray start without three Python processes that are not needed here: the autoscaler's (a private cluster never
     grows), the one that sends workers' output to the driver (log_to_driver is off), and the dashboard's server
-    (include_dashboard=False takes its pages away, not the process).
+    (include_dashboard=False removes its pages, not the process).
 
     Ray 2.55 to 2.60: node.py, `start_head_processes` and `start_ray_processes`. Reason: each costs a start half a
     second of work and 80 to 110 MB. Can go: when `ray.init` has options for them.
@@ -89,8 +89,8 @@ def _without_helpers() -> Iterator[None]:
 
 @contextmanager
 def _patient(patience_s: float) -> Iterator[None]:
-    """Let Ray wait longer for its own raylet, as long as that lives: each time that Ray asks for it counts as one ask
-    that takes until there is an answer.
+    """Let Ray wait longer for its own raylet, as long as that lives: each query of Ray for it is repeated until it is
+    answered or `patience_s` is over.
 
     Ray 2.55 to 2.60: node.py, `Node.__init__`: `raylet_start_wait_time_s = 30`, and `services.get_node` until then.
     Reason: a busy machine takes longer. Can go: when that time can be set.
@@ -115,18 +115,18 @@ def _patient(patience_s: float) -> Iterator[None]:
 def without_sigterm_handler() -> Iterator[None]:
     """Keep Ray's handler of SIGTERM out of the block.
 
-    Ray 2.55 to 2.60: worker.py, `init`: `set_sigterm_handler`, of utils.py. Reason: it ends Python with code 15 from
-    wherever the start stands. Can go: when `ray.init` leaves the handlers of signals alone.
+    Ray 2.55 to 2.60: worker.py, `init`: `set_sigterm_handler`, of utils.py. Reason: it exits Python with code 15
+    wherever the start happens to be. Can go: when `ray.init` leaves the handlers of signals alone.
     """
     with _replaced(ray._private.utils, "set_sigterm_handler", lambda handler: None):
         yield
 
 
 def raylets() -> list[psutil.Process]:
-    """Return the raylets that this process has started and that live.
+    """Return the living raylets that this process has started.
 
     Ray 2.55 to 2.60: services.py, `start_raylet`: a child of this process, whose program is called raylet. Reason: Ray
-    tells nobody which its processes are. Can go: when it does.
+    does not tell which processes are its own. Can go: when it does.
     """
     found = []
     for child in psutil.Process().children():
@@ -139,11 +139,11 @@ def raylets() -> list[psutil.Process]:
 def canonical_address(address: str) -> str | None:
     """Return host:port of the cluster that Ray takes for `address` (host:port or auto); None for auto where none runs.
 
-    Ray 2.55 to 2.60: services.py, `canonicalize_bootstrap_address`. Reason: `ray.init` waits long where nobody listens,
-    so what it would join is tried before. Can go: when it fails soon, and says where.
+    Ray 2.55 to 2.60: services.py, `canonicalize_bootstrap_address`. Reason: `ray.init` waits long if nothing listens
+    there, so the address is tried before. Can go: when it fails soon, and says where.
 
     Raises:
-        ValueError, OSError: it is no address, or of no host.
+        ValueError, OSError: it is not an address, or there is no such host.
     """
     try:
         return services.canonicalize_bootstrap_address(address)
@@ -152,17 +152,17 @@ def canonical_address(address: str) -> str | None:
 
 
 def resources_of_nodes(address: str, timeout_s: float) -> list[dict[str, float]]:
-    """Return what each living node of a cluster has, without joining it. Args: address: a canonical one.
+    """Return the resources of each living node of a cluster, without joining it. Args: address: a canonical one.
 
     Ray 2.55 to 2.60: ray/_raylet, `GcsClient.get_all_node_info`. Reason: `ray.nodes` is for processes that have joined.
-    Can go: when Ray answers others, too. Raises errors of Ray that are private as well.
+    Can go: when Ray answers other processes, too. Raises errors of Ray that are private as well.
     """
     nodes = GcsClient(address=address).get_all_node_info(timeout=timeout_s).values()
     return [dict(node.resources_total) for node in nodes if node.state == _ALIVE]
 
 
 def process_of(actor: ActorHandle) -> tuple[str, int] | None:
-    """Return the id of an actor's node, and that of its process there; None while it waits for a place or is started.
+    """Return the id of an actor's node, and that of its process there; None while it waits for a place or starts.
 
     Ray 2.55 to 2.60: state.py, `actors`; ray/actor.py, `ActorHandle._actor_id`. Reason: `ray.util.state` asks the
     dashboard's server, which a private cluster is started without. Can go: when Ray itself answers.

@@ -1,5 +1,5 @@
-"""The sender of the transport `ray`, to the actors of embedded engines. Those of other transports are in sync/, which
-does not import ray."""
+"""The sender of the transport `ray`, to the actors of embedded engines. The senders of other transports are in sync/,
+which does not import ray."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from torch import Tensor
 from megatron_daro.runtime.ray_calls import translated
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import ReceivingWorker, SendFailure, SendPlan, SendReport
-from megatron_daro.sync.sender import TransportSender
+from megatron_daro.sync.transport_sender import TransportSender
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 class RaySender(TransportSender):
-    """Buckets to engine actors, each once into the object store; one is packed while the one before is taken."""
+    """Sends buckets to engine actors, each put once into the object store; one is packed while the previous one is
+    taken."""
 
     def _send(self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, group: ProcessGroup | None) -> SendReport:
         started, num_bytes = time.perf_counter(), 0
@@ -40,7 +41,7 @@ class RaySender(TransportSender):
 
 
 def _taken(calls: Mapping[str, Any], timeout_s: float) -> dict[str, SendFailure]:
-    """Wait until each actor took its bucket. Returns failures by actor."""
+    """Wait until each actor has taken its bucket. Returns failures by actor."""
     failures = {}
     for name, call in calls.items():
         try:

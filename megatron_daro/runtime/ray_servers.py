@@ -31,11 +31,12 @@ class ServerWorker:
         self._server = ServerProcess(options, ray.util.get_node_ip_address())
 
     def launch(self, meeting: str = "") -> tuple[str, str]:
-        """Start the process; its URL, and where the other parts of its server meet it. meeting: that of the first."""
+        """Start the process; return its URL, and the address at which the other parts of its server meet it. meeting:
+        this address of the first part."""
         return self._server.launch(meeting), self._server.meeting
 
     def death(self) -> str:
-        """Why the process is gone; empty while it lives."""
+        """Return why the process is gone; empty while it lives."""
         return self._server.death()
 
     def stop(self) -> None:
@@ -44,9 +45,9 @@ class ServerWorker:
 
 
 class RayServer:
-    """The process of a server in a Ray actor, or its processes, one in each part of a server that is spread over nodes;
-    new actors for each start. Its place moves to another node when its own dies (Ray finds a new one for the bundle).
-    The end of one part is the end of the server: the others would wait for it for ever."""
+    """The processes of one server, each in a Ray actor: one, or one for each part of a server that is spread over
+    nodes. Each start makes new actors. If a node dies, Ray moves its bundle to another one. If one part ends, the
+    server counts as dead: the other parts would wait for it for ever."""
 
     restartable = True
 
@@ -57,8 +58,9 @@ class RayServer:
         gpus: Callable[[], str | None],
         launch_s: float,
     ) -> None:
-        """Args: parts: options of each process. place: part -> options of its actor, gpus: that it shares; asked at
-        each start. launch_s: until an actor has started its process."""
+        """Start nothing. Args: parts: options of each process. place: part -> options of its actor. gpus: returns the
+        GPUs that the server shares with ranks. Both are called at each start. launch_s: how long an actor may take to
+        start its process."""
         self._parts, self._place, self._gpus, self._launch_s = parts, place, gpus, launch_s
         self._workers: list[ActorHandle] = []
 
@@ -76,19 +78,20 @@ class RayServer:
         return url
 
     async def death(self) -> str:
-        """Why a process or its actor is gone."""
+        """Return why a process or its actor is gone; empty while all live."""
         if not self._workers:
             return "it was not started"
         reasons = await asyncio.gather(*(self._death(worker) for worker in self._workers))
         return next(filter(None, reasons), "")
 
     async def stop(self) -> None:
-        """End actors and processes. A process ends with its actor, also where the actor does not answer."""
+        """End actors and processes. A process ends with its actor, even if the actor does not answer."""
         workers, self._workers = self._workers, []
         await asyncio.gather(*(self._stop(worker) for worker in workers))
 
     async def _death(self, worker: ActorHandle) -> str:
-        """Silence is no death: `Supervision` looks whether tokens come, and Ray tells in the end of what is gone."""
+        """Return why one process is gone. Silence is not a death: `Supervision` checks whether tokens come, and Ray
+        reports in the end what is gone."""
         try:
             async with asyncio.timeout(_CALL_S):
                 return await worker.death.remote()
@@ -113,11 +116,11 @@ class RayServer:
 
 
 def _sharing(options: LaunchOptions, gpus: str | None) -> LaunchOptions:
-    """Return the options of a server that shares these GPUs with ranks, in turns; as they are where it shares none.
+    """Return the options of a server that shares these GPUs with ranks, in turns; unchanged if it shares none.
 
-    The weights of the ranks are on the GPUs beside a server's weights and cache while an update is checked, so less is
-    left for the cache than elsewhere. CUDA graphs of the decode phase give their memory back, too; there are none of
-    the prefill phase, which cannot (SGLang 0.5.23, runner_backend/breakable_cuda_graph_backend.py).
+    While an update is checked, the ranks' weights are on the GPUs beside a server's weights and cache, so less is left
+    for the cache than on GPUs of its own. CUDA graphs of the decode phase release their memory too; those of the
+    prefill phase cannot, so there are none (SGLang 0.5.23, runner_backend/breakable_cuda_graph_backend.py).
     """
     if gpus is None or options.arguments.get("device") == "cpu":
         return options

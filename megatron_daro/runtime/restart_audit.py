@@ -1,8 +1,8 @@
-"""What a restart changed: the run as it is now against the one that its checkpoint was made with.
+"""What a restart changed: compares the run as it is now with the run that wrote its checkpoint.
 
 On --resume `audit` compares the two descriptions (runtime/provenance.py) before any process starts; each difference is
-named, and either takes effect or is refused. One table says which. An option that it does not have ends the import:
-one that is applied, ignored or refused by accident is what the audit exists to prevent.
+named, and either takes effect or is refused. One table says which. An option without a row fails the import, so that
+none is applied, ignored or refused by accident.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FILE_NAME = "restarts.txt"
 _WIDEST_VALUE = 48
 
 ChangeClass = Literal["runs", "trains", "refused", "content"]
-"""runs: where and how the run computes; in effect at once, training stays the same but for rounding and order. trains:
-what is trained or measured; in effect from the resumed step on. refused: the checkpoint is bound to it. content: a
-file, which may lie elsewhere; what it holds is compared."""
+"""runs: where and how the run computes; training stays the same except for rounding and order. trains: what is trained
+or measured; changes it from the resumed step on. refused: the checkpoint depends on it. content: a file, which may have
+moved; its content is compared."""
 
 _NO_COMPUTATION_READS = ("transformers_version", "_name_or_path", "use_cache")
 _PROMPTS, _ORDER = "the prompts would be others", "the order of the prompts would be another"
@@ -99,8 +99,9 @@ _MAY_CHANGE: tuple[tuple[str, str, ChangeClass, str], ...] = (
     ("trainer", "replace_lost_ranks snapshot_gib max_replacements hung_rank_s", "runs", ""),
     ("cluster observe", "*", "runs", ""),
 )
-"""Sections, options in them, what a change does, and why it is refused. The first that fits counts; `*` is anything
-else: a section has it where one more option would be of that class, else all are named."""
+"""Sections, options in them, what a change does, and why it is refused. The first row that matches counts. `*` matches
+every other option: a section has such a row if any further option would be of that class; otherwise each option is
+named."""
 _NO_OPTION: tuple[tuple[str, ChangeClass, str], ...] = (
     (_REPLAY, "refused", "a replay goes on with the recording that it began with, any other run without one"),
     *((f"model config.json {key}", "runs", "") for key in _NO_COMPUTATION_READS),
@@ -138,7 +139,7 @@ _EFFECT = {"runs": "in effect", "trains": "in effect: trains differently from he
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One difference. was, now: as shown. kind: its class; why: for a refused one."""
+    """One difference. was, now: the values as shown. kind: its class. why: the reason, if it is refused."""
 
     name: str
     was: str
@@ -149,7 +150,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What differs between a checkpoint and the run that goes on from it; kept: how many values are equal."""
+    """What differs between a checkpoint and the run that resumes from it. kept: how many values are equal."""
 
     checkpoint: Path
     changes: tuple[Change, ...]
@@ -157,7 +158,7 @@ class Audit:
 
     @property
     def refused(self) -> tuple[Change, ...]:
-        """The differences that forbid to go on."""
+        """The differences that rule out a resume."""
         return tuple(change for change in self.changes if change.kind == "refused")
 
     def text(self, width: int = 160) -> str:
@@ -182,7 +183,7 @@ def audit(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) ->
         checkpoint: whose description `saved` is. saved, now: the descriptions.
     """
     was, is_now = _values(saved), _values(now)
-    # A set that both have may lie elsewhere: what its file holds is compared.
+    # An evaluation set that both have may have moved: only its file's content is compared.
     names = [name for name in {*was, *is_now} if not (name in was and name in is_now and _only_names_a_set(name))]
     changes = [
         Change(name, was.get(name, ABSENT), is_now.get(name, ABSENT), *_class_and_reason(name))
@@ -226,7 +227,7 @@ def _only_names_a_set(name: str) -> bool:
 
 
 def _at(values: object, path: str) -> str:
-    """Return what stands at a path, as text."""
+    """Return the value at a dotted path, as text."""
     for name in path.split("."):
         if not isinstance(values, Mapping) or name not in values:
             return ABSENT
@@ -235,7 +236,7 @@ def _at(values: object, path: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value as text that differs when the value does: what is cut ends in a digest of the whole."""
+    """Return a value as text that differs when the value does: a text that is cut ends in a digest of the value."""
     text = json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else show(value)
     if len(text) <= _WIDEST_VALUE:
         return text

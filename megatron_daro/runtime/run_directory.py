@@ -1,12 +1,12 @@
-"""The run directory: one owner at a time, never written over; and RUN/hf in it, the trained policy for others to load.
+"""The run directory: one owner at a time, never overwritten; and the exports in it, trained models for others to load.
 
-`owned` comes before all that a start writes; held until the end. Refuses a directory that holds a run (without
---resume), one that another process uses, and one that cannot be written.
+`owned` is entered before a start writes anything, and held until the end. It refuses a directory that holds a run
+(without --resume), one that another process uses, and one that cannot be written.
 
 RUN/hf is a Hugging Face directory that transformers, vLLM and SGLang load, RUN/hf_critic one of a critic, for
-transformers, RUN/adapter the adapters, for PEFT, vLLM and SGLang. A finished run, or the resume of one ->
-`PolicyGroup.write` (the writer of `sync: disk`) -> each of them, whole or not at all. `ORIGIN_FILE` in it says of which
-step it is. What an export did not write is never replaced.
+transformers, RUN/adapter the adapters, for PEFT, vLLM and SGLang. When a run finishes, or a finished run is resumed,
+`PolicyGroup.write` (also the writer of `sync: disk`) writes each of them, whole or not at all. `ORIGIN_FILE` in it
+names its step. A directory that is not an earlier export is never replaced.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def owned(run_dir: Path, *, resume: bool, option: str = _OPTION) -> Iterator[Pat
     Args:
         run_dir: trainer.run_dir.
         resume: whether it may hold a run already.
-        option: by which the user named it.
+        option: with which the user named it.
 
     Raises:
         CheckpointError: another process uses it.
-        ConfigError: it holds a run and may not, or it cannot be made or written.
+        ConfigError: it holds a run without `resume`, or it cannot be made or written.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -83,11 +83,11 @@ def owned(run_dir: Path, *, resume: bool, option: str = _OPTION) -> Iterator[Pat
 
 
 def require_usable(run_dir: Path, *, resume: bool) -> None:
-    """Refuses what `owned` would refuse, without making anything; the lock is held for a moment only.
+    """Refuse what `owned` would refuse, without making anything; the lock is held only for a moment.
 
     Raises:
         CheckpointError: another process uses the directory.
-        ConfigError: it holds a run and may not, it is not there to resume, or it cannot be made or written.
+        ConfigError: it holds a run without `resume`, it is not there to resume, or it cannot be made or written.
     """
     if resume and not run_dir.is_dir():
         raise ConfigError(f"--resume: {run_dir} does not exist; start without --resume, or check trainer.run_dir")
@@ -106,8 +106,8 @@ def require_usable(run_dir: Path, *, resume: bool) -> None:
 
 
 def _require_own_files(run_dir: Path, option: str = _OPTION) -> None:
-    """Refuse a file where the run has a folder, a folder or a pipe where it has a file, and a lock that is a link: its
-    content is thrown away."""
+    """Refuse a file where the run has a folder, a folder or a pipe where it has a file, and a lock file that is a link:
+    its content is discarded."""
     lock = run_dir / LOCK_FILE
     if lock.is_symlink() or (lock.exists() and not lock.is_file()):
         what = "a link" if lock.is_symlink() else "no file"
@@ -121,7 +121,8 @@ def _require_own_files(run_dir: Path, option: str = _OPTION) -> None:
 
 
 def _pseudo_file_system(path: Path) -> str:
-    """Return the kind of a file system that lets root make nothing but is not read-only; empty for others."""
+    """Return the kind of the path's file system if it is not read-only, yet even root cannot make files in it, like
+    /proc; else empty."""
     around = [path.resolve(), *path.resolve().parents]
     kinds = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     kind = next((kinds[place] for place in around if place in kinds), "")
@@ -136,10 +137,10 @@ def _not_writable(run_dir: Path, why: str | None, option: str = _OPTION) -> Conf
 
 
 def _take(lock: IO[str], run_dir: Path, option: str = _OPTION) -> None:
-    """Locks the file. The kernel gives the lock back when its owner ends, however it ends.
+    """Lock the file. The kernel releases the lock when its owner ends, however it ends.
 
-    A file system without locks leaves only what the owner wrote: it counts while that process lives on this host, and
-    for another host while the owner's Slurm job may run, or until the file is removed.
+    On a file system without locks, only what the owner wrote into the file counts: while its process lives, if that is
+    on this host; else while its Slurm job may run, or until the file is removed.
     """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,12 +184,13 @@ def _is_dead(owner: dict[str, Any]) -> bool:
     pid, job = owner.get("pid"), str(owner.get("slurm_job") or "")
     if owner.get("host") == socket.gethostname():
         return isinstance(pid, int) and not psutil.pid_exists(pid)
-    # An attempt of a job begins when the one before it has ended on all nodes, or is given up with a lost one.
+    # A Slurm job is tried again only when its previous attempt has ended on all nodes, or was given up with a lost
+    # node.
     return bool(job) and (job == os.environ.get(_JOB) or _is_over(job))
 
 
 def _is_over(job: str) -> bool:
-    """Return whether Slurm says that a job runs no more; not, where it cannot be asked."""
+    """Return whether Slurm says that a job no longer runs; False if Slurm cannot be asked."""
     command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_S, check=False)
@@ -200,20 +202,21 @@ def _is_over(job: str) -> bool:
 
 
 _FILE_BYTES = 2 * 1000**3
-"""Limit of a file. A rank holds two of them in host memory while it writes."""
+"""Size limit of a file. A rank holds two files in host memory while it writes."""
 _UNKNOWN = -1
 
 
 def export_writer(
     section: TrainerSection, policy: PolicyGroup, notices: Notices
 ) -> Callable[[int], Coroutine[Any, Any, None]] | None:
-    """Return what exports the models at the end of a run, given its number of steps; None where none is asked for."""
+    """Return the function that exports the models at the end of a run, given its number of steps; None if no export is
+    asked for."""
     return partial(_write_exports, section, policy, notices) if _exports(section) else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Export:
-    """One of the models: option: of the section trainer that asks for it. what: the model is, in words."""
+    """The export of one model. option: the `trainer` option that asks for it. what: the model in words."""
 
     option: str
     directory: Path
@@ -222,7 +225,7 @@ class _Export:
 
 
 def _exports(section: TrainerSection) -> list[_Export]:
-    """Return those that are asked for."""
+    """Return the exports that are asked for."""
     policy = _Export("export_hf", section.hf_dir, "model", "policy")
     critic = _Export("export_critic", section.critic_dir, "critic", "critic")
     adapter = _Export("export_adapter", section.adapter_dir, "adapters", "adapter")
@@ -235,14 +238,13 @@ async def _write_exports(section: TrainerSection, policy: PolicyGroup, notices: 
 
 
 async def _write_export(export: _Export, policy: PolicyGroup, notices: Notices, step: int) -> None:
-    """Write a model's weights as they are now, unless the directory has those of this step.
+    """Write a model's weights as they are now, unless the directory has the export of this step.
 
     Args:
-        policy: all of its ranks are there. notices: told when it is written. step: optimizer steps that the weights
-            have.
+        policy: with all ranks running. notices: told when it is written. step: of the weights.
 
     Raises:
-        SyncError: the disk refused, or something else has that name; the directory is as it was.
+        SyncError: the disk refused, or the directory is not an export; it is as it was.
     """
     written_step = exported_step(export.directory)
     if written_step == step:
@@ -263,12 +265,12 @@ async def _write_export(export: _Export, policy: PolicyGroup, notices: Notices, 
 
 
 def exports_due(section: TrainerSection, step: int) -> list[Path]:
-    """Return the exports that a run with all of its steps still lacks."""
+    """Return the exports that a run which has all of its steps still lacks."""
     return [export.directory for export in _exports(section) if exported_step(export.directory) != step]
 
 
 def exported_step(directory: Path) -> int | None:
-    """Return the step that an export is of; None where there is none, -1 for something else of that name."""
+    """Return the step of an export; None if the directory does not exist, -1 if it is something else."""
     try:
         return int(json.loads((directory / ORIGIN_FILE).read_text())["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -276,14 +278,14 @@ def exported_step(directory: Path) -> int | None:
 
 
 def require_replaceable_export(section: TrainerSection) -> None:
-    """Raise ConfigError where an export would replace something that is no export."""
+    """Raise ConfigError if an export would replace something that is not an export."""
     for export in _exports(section):
         if exported_step(export.directory) == _UNKNOWN:
             raise ConfigError(_no_export(export))
 
 
 def remove_unfinished_export(section: TrainerSection) -> None:
-    """Remove what an export that did not come to its end has left; call when nobody writes any more."""
+    """Remove what an unfinished export left behind; call it when nothing writes any more."""
     for directory in (section.hf_dir, section.critic_dir, section.adapter_dir):
         for name in ("partial", "replaced"):
             shutil.rmtree(directory.with_name(f".{directory.name}.{name}"), ignore_errors=True)

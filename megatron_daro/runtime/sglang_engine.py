@@ -1,4 +1,5 @@
-"""The SGLang engine of a run, from its configuration: servers (ray_servers.py) and who asks them (answer_workers.py).
+"""The SGLang engine of a run, made from its configuration: servers (ray_servers.py) and answer workers
+(answer_workers.py).
 
 Before any server starts, interpreters, packages and argument names that cannot work are rejected with the field that is
 wrong.
@@ -38,13 +39,13 @@ class TokenizerFacts:
 
 
 def sglang_engine(run: RunContext, tokenizer: TokenizerFacts, placement: Placement) -> SGLangEngine:
-    """Return the engine of a run, with its servers and answer workers; start nothing, but look at the interpreters.
+    """Return the engine of a run, with its servers and answer workers; start nothing, but check the interpreters.
 
     Args:
         tokenizer: the trainer's. placement: where servers go.
 
     Raises:
-        ConfigError: an interpreter without what it needs, or arguments that its SGLang does not know. ModelError: as
+        ConfigError: an interpreter without what it needs, or arguments that its SGLang does not know. ModelError: as in
             `SGLangEngine`.
     """
     config, options = run.config, run.config.engine.sglang
@@ -127,6 +128,6 @@ def _parts(common: LaunchOptions, number: int) -> list[LaunchOptions]:
 
 
 def routed_experts_shape(config: Config) -> tuple[int, int] | None:
-    """Return (layers, experts of a token) where the engine shall say which it chose."""
+    """Return (layers, experts per token) if the engine is to report which experts it chose; else None."""
     shape = read_model_shape(config.model.path) if config.actor.routing_replay else None
     return (shape.layers, shape.experts.chosen) if shape and shape.experts else None

@@ -1,6 +1,6 @@
-"""A rank's part in a sync from shards to shards: layout and parameters -> the plan's writes -> sync/shard_sender.py.
+"""A rank's part in a shard-to-shard sync: layout and parameters -> the plan's writes -> sync/shard_sender.py.
 
-The plan is made on each rank by itself, from layouts alone, and kept for as long as as many servers take part.
+Each rank makes the plan by itself, from layouts alone, and keeps it while the servers' layout and number stay the same.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class ShardExport:
-    """What one rank holds, to be sent to servers. `close` it with the policy."""
+    """Sends to servers what one rank holds. `close` it with the policy."""
 
     def __init__(self, policy: MegatronPolicy, actor: ActorSection, rank: int, host: str, connect: Connect) -> None:
         """Send nothing.
 
         Args:
-            policy: of this rank. actor: with the sizes that the policy has now. rank: of all of the policy.
-            host: address of this rank as servers reach it. connect: to servers.
+            policy: of this rank. actor: with the sizes that the policy has now. rank: among all ranks of the policy.
+            host: address at which servers reach this rank. connect: connects to servers.
         """
         self._policy, self._actor, self._rank = policy, actor, rank
         self._sender = ShardSender(host, connect)
@@ -53,11 +53,11 @@ class ShardExport:
         return self._sender.offer(self._writes, self._entries)
 
     def send(self, plan: SendPlan, offers: Sequence[Offer], *, digests: bool) -> SendReport:
-        """Serve them all.
+        """Send what was offered to all of the servers' ranks.
 
         Args:
-            plan: as offered. offers: of all ranks, on the rank that calls servers. digests: report those of tensors
-                that this rank has whole.
+            plan: as offered. offers: of all ranks, on the rank that calls servers. digests: whether to report digests
+                of the tensors that this rank has whole.
         """
         shards = self._policy.weight_shards()
         taken: dict[str, Digest] = {}
@@ -81,7 +81,7 @@ class ShardExport:
 def trainer_layout(
     shape: ModelShape, actor: ActorSection, *, fused_norms: bool, grouped_experts: bool
 ) -> TrainerLayout:
-    """Return how the policy of these sizes lies on its ranks. Raises ModelError: Megatron-core alone knows."""
+    """Return how a policy of these sizes is laid out on its ranks. Raises ModelError: only Megatron-core knows."""
 
     stages, virtual = actor.pipeline_parallel, actor.virtual_pipeline_parallel or 1
     parts = part_layers(shape.layers, stages, virtual, actor.megatron)

@@ -1,7 +1,8 @@
-"""Which data-parallel replica the others wait for, step after step: a GPU that is throttled, a node that is busy.
+"""Finds the data-parallel replica that the others wait for, step after step: a GPU that is throttled, a node that is
+busy.
 
-PolicyGroup shows it each rank's own seconds of a step. Ranks of one replica wait for each other within their work, so
-that only replicas can be told apart; replicas have equal work (data/schedule.py).
+PolicyGroup passes each rank's own seconds of a step. Ranks of one replica wait for each other within their work, so
+only replicas can be told apart; replicas have equal work (data/schedule.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from statistics import median
 from megatron_daro.runtime.rank_info import RankInfo
 
 RATIO, LEAST_S, STEPS = 1.25, 1.0, 10
-"""A replica is slow if it takes so many times the others' median and so many seconds longer, so often in a row."""
+"""A replica is slow if it takes at least RATIO times the others' median and LEAST_S seconds longer, STEPS times in a
+row."""
 METRIC = "timing/slowest_replica_ratio"
 
 
@@ -25,13 +27,13 @@ class SlowReplicas:
     _steps: int = 0
 
     def observe(self, own_s: Sequence[float], infos: Sequence[RankInfo]) -> tuple[dict[str, float], str | None]:
-        """Take one step in.
+        """Record one step.
 
         Args:
-            own_s: of each rank, seconds before it waited for other replicas; 0: no step was done. infos: of the ranks.
+            own_s: of each rank, seconds before it waited for other replicas; 0: not measured. infos: of the ranks.
 
         Returns:
-            The metric, where there are several replicas; a warning, once for each time that one becomes slow.
+            The metric, if there are several replicas; a warning, once each time that a replica becomes slow.
         """
         seconds: dict[int, float] = {}
         for own, info in zip(own_s, infos, strict=True):

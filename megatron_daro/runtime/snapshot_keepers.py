@@ -1,6 +1,7 @@
-"""Whose snapshots are kept where: peers, what they are sent, what fits into memory, who has the state of a lost rank.
+"""Where snapshots are kept: peers, what they are sent, what fits into memory, which processes have the state of a lost
+rank.
 
-`Healing` asks these functions of where the ranks are and what they have.
+`Healing` calls these functions, which depend only on where the ranks are and what they have.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from megatron_daro.runtime.snapshot_store import SnapshotSerials, Source
 from megatron_daro.types import MemoryKind
 
 Keeps = Literal["both", "peer", "none"]
-"""Who keeps snapshots: each rank its own and its peer a copy; the peer alone; nobody."""
+"""Who keeps the committed snapshot of a rank while the next is taken: the rank itself and its peer; the peer alone;
+nobody."""
 _GIB = 2**30
 
 
 def peers_of(infos: Sequence[RankInfo]) -> list[int | None]:
-    """Return the rank that keeps the copy of each rank: a replica on another host (or on the only one), which has the
-    weights in a snapshot of its own; where there is none, any rank of the next host (of the only one: half the ranks
-    away). None: there is no other rank."""
+    """Return, for each rank, its peer, which keeps a copy of its snapshots: a replica on another host (or on the only
+    host), whose own snapshot has the same weights; without such a replica, any rank of the next host (on the only host:
+    the one half the ranks away). None: there is no other rank."""
     hosts, by_weights = [info.host for info in infos], dict[tuple[int, ...], list[int]]()
     for rank, info in enumerate(infos):
         by_weights.setdefault(info.weights_key, []).append(rank)
@@ -38,8 +40,8 @@ def peers_of(infos: Sequence[RankInfo]) -> list[int | None]:
 
 
 def _around(hosts: Sequence[str]) -> list[int | None]:
-    """Return for each rank one on the next host, where there are several; on one, that half the ranks away, so that few
-    pairs of deaths lose a state. None: there is no other rank.
+    """Return, for each rank, one on the next host if there are several; on a single host, the one half the ranks away,
+    so that few pairs of deaths lose a state. None: there is no other rank.
 
     Args:
         hosts: of each rank.
@@ -56,7 +58,7 @@ def _around(hosts: Sequence[str]) -> list[int | None]:
 
 
 def kinds_sent(infos: Sequence[RankInfo], keeps: Keeps) -> list[tuple[MemoryKind, ...]]:
-    """Return what each rank's peer is sent: no weights where it has them in a snapshot of its own."""
+    """Return what each rank sends to its peer: no weights if the peer's own snapshot has them."""
     return [
         ("optimizer",)
         if keeps == "both" and peer is not None and infos[peer].weights_key == info.weights_key
@@ -71,11 +73,12 @@ def affordable(
     free: Sequence[int],
     memory_gib: float | None,
 ) -> tuple[Keeps, float, float]:
-    """Return what fits into every node's memory, the GiB that it takes on the fullest node, and those it may take.
+    """Return which snapshots fit into every node's memory, the GiB that they take on the fullest node, and the GiB that
+    they may take there.
 
     Args:
         infos, sizes, free: of each rank: its part, bytes of its snapshot, free bytes of its node.
-        memory_gib: of each node; None: half of what is free.
+        memory_gib: limit on each node; None: half of the free memory.
     """
     hosts = [info.host for info in infos]
     peers, limits = peers_of(infos), dict[str, float]()
@@ -102,7 +105,7 @@ def affordable(
 def sources_of(
     serial: int, serials: Mapping[int, SnapshotSerials], infos: Sequence[RankInfo], workers: Sequence[ActorHandle]
 ) -> dict[int, list[Source]] | int:
-    """Return where the ranks that do not have a snapshot get it; or the first rank whose state nobody has.
+    """Return where the ranks that lack a snapshot get it; or the first rank whose state no process has.
 
     Args:
         serial: of the snapshot. serials: what living processes have, by rank. infos, workers: of all ranks.

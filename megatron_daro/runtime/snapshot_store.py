@@ -21,12 +21,12 @@ from megatron_daro.errors import WorkerError
 from megatron_daro.types import MemoryKind
 
 SEND_S = 600.0
-"""Until another process has taken, or given, one block."""
+"""How long another process may take to receive, or give, one block."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSerials:
-    """Numbers of the whole snapshots in a process. own: of its rank. copies: by the rank whose they are."""
+    """Numbers of the whole snapshots in a process. own: of its own rank. copies: of other ranks, by rank."""
 
     own: tuple[int, ...]
     copies: Mapping[int, tuple[int, ...]]
@@ -36,8 +36,8 @@ class SnapshotSerials:
 class Source:
     """Where a rank gets a part of a snapshot.
 
-    owner: the rank whose state it is in that process; None: that process's own. kinds: of memory. rest: whether what is
-    small comes from there too.
+    owner: the rank of whose snapshot that process has a copy; None: its own snapshot. kinds: of memory. rest: whether
+    the small rest of the state comes from there too.
     """
 
     worker: ActorHandle
@@ -48,7 +48,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What is known of a snapshot before its blocks. blocks: their number, by kind."""
+    """What describes a snapshot before its blocks are sent. blocks: their number, by kind."""
 
     layout: Layout
     blocks: Mapping[MemoryKind, int]
@@ -71,26 +71,29 @@ class SnapshotStore:
         """Take no memory."""
         self.own = DoubleBuffer()
         self._copies: dict[int, DoubleBuffer] = {}
-        self._incoming: dict[int, _Incoming] = {}  # by the rank whose they are
+        self._incoming: dict[int, _Incoming] = {}  # by the rank that they are copies of
 
     @property
     def serials(self) -> SnapshotSerials:
-        """What is whole."""
+        """Numbers of the snapshots that are whole."""
         copies = list(self._copies.items())  # while another thread adds one
         return SnapshotSerials(self.own.serials, {rank: buffer.serials for rank, buffer in copies})
 
     def keep_own_twice(self, twice: bool) -> None:
-        """Say whether the newest own snapshot stays while the next is taken; else its copy elsewhere does."""
+        """Set whether the newest own snapshot is kept here while the next is taken; otherwise only the peer's copy
+        is."""
         self.own = DoubleBuffer(2 if twice else 1)
 
     def send(self, rank: int, serial: int, keep: int | None, peer: ActorHandle, kinds: Collection[MemoryKind]) -> None:
-        """Give another process a copy of this rank's snapshot; one block is read while the one before is taken.
+        """Send a copy of this rank's snapshot to another process; one block is read while the previous one is received.
 
         Args:
-            rank: this one. serial: whole. keep: the snapshot of which the peer's copy must stay. kinds: what it gets.
+            rank: this one. serial: of a whole snapshot. keep: the snapshot of which the peer's copy must stay. kinds:
+                what the peer gets.
 
         Raises:
-            RayError: the peer is gone. WorkerError: the slot was taken for another snapshot, since ranks were replaced.
+            RayError: the peer is gone. WorkerError: the slot was reused for another snapshot, since ranks were
+                replaced.
         """
         slot = self._whole(None, serial)
         layout, rest = {kind: slot.layout[kind] for kind in kinds}, slot.rest
@@ -105,19 +108,19 @@ class SnapshotStore:
         ray.get(peer.seal_copy.remote(rank, serial, layout, rest), timeout=SEND_S)
 
     def open_copy(self, rank: int, serial: int, keep: int | None) -> None:
-        """Begin a copy of another rank's snapshot; one that was not sealed is forgotten."""
+        """Begin a copy of another rank's snapshot; an earlier copy of this rank that was not sealed is forgotten."""
         if rank not in self._copies:
             self._copies[rank] = DoubleBuffer()
         self._incoming[rank] = _Incoming(serial, self._copies[rank].open(keep))
 
     def take_block(self, rank: int, serial: int, kind: MemoryKind, number: int, block: np.ndarray) -> None:
-        """Take a block of the copy that was begun. Raises WorkerError: it is of another."""
+        """Take a block of the copy that was begun. Raises WorkerError: the block is of another copy."""
         incoming = self._of(rank, serial)
         _fill(incoming.slot.blocks.setdefault(kind, []), number, block)
         incoming.got[kind] += len(block)
 
     def seal_copy(self, rank: int, serial: int, layout: Layout, rest: dict[str, Any]) -> None:
-        """Call the copy whole. Raises WorkerError: blocks are missing, or it is another."""
+        """Mark the copy as whole. Raises WorkerError: blocks are missing, or another copy was begun."""
         incoming = self._of(rank, serial)
         _check_bytes(layout, incoming.got, f"the copy of rank {rank}'s snapshot {serial}")
         del self._incoming[rank]
@@ -130,23 +133,23 @@ class SnapshotStore:
         return incoming
 
     def keep_copies(self, ranks: Collection[int]) -> None:
-        """Forget the copies of all other ranks, whose peer is another process now."""
+        """Forget the copies of all other ranks: another process is their peer now."""
         self._copies = {rank: buffer for rank, buffer in self._copies.items() if rank in ranks}
         self._incoming = {rank: incoming for rank, incoming in self._incoming.items() if rank in ranks}
 
     def describe(self, owner: int | None, serial: int) -> Description:
-        """Return what a snapshot is like. Args: owner: the rank of a copy; None: this process's own."""
+        """Return the description of a snapshot. Args: owner: the rank of a copy; None: this process's own."""
         slot = self._whole(owner, serial)
         blocks = {kind: sum(1 for _ in _blocks(slot, kind)) for kind in slot.layout}
         return Description(slot.layout, blocks, slot.rest)
 
     def block(self, owner: int | None, serial: int, kind: MemoryKind, number: int) -> np.ndarray:
-        """Return a block of it, uint8 [bytes]."""
+        """Return a block of a snapshot, uint8 [bytes]."""
         return next(block for i, block in enumerate(_blocks(self._whole(owner, serial), kind)) if i == number)
 
     def adopt(self, serial: int, sources: Collection[Source]) -> None:
-        """Make this process's own snapshot of what others have. Raises WorkerError: they do not have all of it;
-        RayError: one of them is gone."""
+        """Make this process's own snapshot from parts that other processes have. Raises WorkerError: they do not have
+        all of it; RayError: one of them is gone."""
         slot = self.own.open(None)
         slot.layout, slot.rest = {}, {}
         got: Counter[MemoryKind] = Counter()
@@ -178,7 +181,7 @@ class SnapshotStore:
 
 
 def _blocks(slot: Slot, kind: MemoryKind) -> Iterator[np.ndarray]:
-    """Yield the used part of each block."""
+    """Yield each block, the last one as far as it is used."""
     left = sum(slot.layout[kind])
     for block in slot.blocks.get(kind, ()):
         if left > 0:
@@ -187,7 +190,7 @@ def _blocks(slot: Slot, kind: MemoryKind) -> Iterator[np.ndarray]:
 
 
 def _fill(blocks: list[torch.Tensor], number: int, values: np.ndarray) -> None:
-    """Copy a block into the list, in memory that is there where it fits."""
+    """Copy a block into the list, reusing the block there if it has the same size."""
     if number == len(blocks):
         blocks.append(torch.empty(len(values), dtype=torch.uint8))
     if blocks[number].numel() != len(values):

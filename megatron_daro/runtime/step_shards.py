@@ -1,4 +1,4 @@
-"""A step's samples split over data-parallel ranks, and columns of the shards put together again, in their order."""
+"""Splits a step's samples over data-parallel ranks, and joins the shards' columns in the batch's order."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron_daro.types import Sequences
 class Shard:
     """What one data-parallel rank computes.
 
-    rows: of the batch. reference: to them, in the object store. micro_batches: row numbers within these.
-    columns: names of StepBatch -> references to columns that were computed for this shard since.
+    rows: row numbers in the batch. reference: to these rows in the object store. micro_batches: row numbers within the
+    shard. columns: names of StepBatch -> references to columns that were computed for this shard since.
     """
 
     rows: tuple[int, ...]
@@ -35,7 +35,7 @@ def shards_of(batch: Sequences, actor: ActorSection, cost: CostModel) -> list[Sh
     Args:
         batch: all samples of an optimizer step, or of a pass.
         actor: how many ranks, and the token budget of a micro-batch.
-        cost: what a sample costs: ranks get equal sums of it.
+        cost: what a sample costs; it is balanced over the ranks.
 
     Raises:
         DataError: the batch does not split.
@@ -55,7 +55,8 @@ def shards_of(batch: Sequences, actor: ActorSection, cost: CostModel) -> list[Sh
 
 
 def renumbered(micro_batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the rows of one rank in the order of its micro-batches, and these with rows numbered from 0 in it."""
+    """Return the rows of one rank in the order of its micro-batches, and the micro-batches with rows renumbered from 0
+    in this order."""
     rows = tuple(row for micro_batch in micro_batches for row in micro_batch)
     local, start = [], 0
     for micro_batch in micro_batches:

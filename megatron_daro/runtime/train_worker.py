@@ -46,16 +46,17 @@ if TYPE_CHECKING:
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 # Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel,
-# "save" waits for a checkpoint beside the work, "snapshot" sends one to another rank, "copies" takes and gives what
-# others ask for, "recover" answers whatever the others do.
+# "save" waits for a checkpoint beside the work, "snapshot" sends one to another rank, "copies" takes and gives blocks
+# of snapshots at other ranks' calls, "recover" answers whatever the other threads do.
 _GROUPS = {"work": 1, "watch": 1, "save": 1, "snapshot": 1, "copies": 1, "recover": 1}
 
 
 def _in_thread(group: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Have a method run in the thread of its group, whatever those of other groups do, and log its unforeseen errors.
+    """Run a method in the thread of its group, independently of other groups, and log its unexpected errors.
 
-    The group is put on the method itself: Ray looks for it below every decorator, and falls back to one thread for all
-    without a word. Source: ray 2.60.0, actor.py, _ActorClassMethodMetadata.create, `inspect.unwrap`.
+    The group is set on the undecorated method: Ray looks for it there, beneath all decorators, and if it is missing
+    silently runs all methods in one thread. Source: ray 2.60.0, actor.py, _ActorClassMethodMetadata.create,
+    `inspect.unwrap`.
     """
 
     def decorated(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -66,8 +67,8 @@ def _in_thread(group: str) -> Callable[[Callable[_Arguments, _Result]], Callable
 
 
 def meeting_place(address: str, folder: Callable[[], Path]) -> tuple[str, Reservation | None]:
-    """Return where ranks meet, for torch: below `folder` if the address is loopback; else a port there, which is ours
-    until the reservation is closed."""
+    """Return the URL at which torch has the ranks meet: a file below `folder` if the address is loopback, else a port
+    at the address, which is reserved until the reservation is closed."""
     if ipaddress.ip_address(address).is_loopback:
         return f"file://{tempfile.mkdtemp(prefix='megatron_daro_', dir=folder())}/ranks", None
     reserved = reserve_port(address)
@@ -75,7 +76,7 @@ def meeting_place(address: str, folder: Callable[[], Path]) -> tuple[str, Reserv
 
 
 def _session_folder() -> Path:
-    """Return a folder of this node that goes with the cluster."""
+    """Return the folder of Ray's session on this node."""
     context = ray.get_runtime_context()
     return Path(context.get_temp_dir(), context.get_session_name())
 
@@ -95,28 +96,29 @@ class TrainWorker:
         self._reserved: Reservation | None = None
         self._relays: dict[tuple[int, ...], Any] = {}
         self._states = SnapshotStore()
-        self._snapshot: tuple[int, Any] | None = None  # number, and what waits for it
+        self._snapshot: tuple[int, Any] | None = None  # number, and its PendingSnapshot
         self._reference: HostCopy | None = None
         self._heals = False
-        # Where the process groups listen: those of this rank, and of all.
+        # Where process groups listen: this rank's, and all ranks'.
         self._addresses: frozenset[Address] = frozenset()
         self._all_addresses: frozenset[Address] = frozenset()
 
     @_in_thread("watch")
     def sentinel(self) -> None:
-        """Blocks for as long as the process lives."""
+        """Block for as long as the process lives."""
         threading.Event().wait()
 
     @_in_thread("work")
     def gpu(self) -> str:
-        """Which GPU of its node Ray gave to this rank; empty for none."""
+        """Return which GPU of its node Ray gave to this rank; empty if none."""
         return ",".join(str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
     @_in_thread("work")
     def rendezvous(self) -> str:
-        """Where the ranks can meet: a file if this node is on loopback, else this node and a free port.
+        """Return where the ranks can meet: a file if this node's address is loopback, else this address and a free
+        port.
 
-        torch's own rendezvous server would listen on every interface.
+        Not a port on loopback: torch's rendezvous server listens on every interface.
         """
         place, self._reserved = meeting_place(ray.util.get_node_ip_address(), _session_folder)
         return place
@@ -134,12 +136,12 @@ class TrainWorker:
         heals: bool = False,
         to_be_restored: bool = False,
     ) -> None:
-        """Join the process group and build the policy. Collective. heals: the process outlives its groups.
+        """Join the process group and build the policy. Collective. heals: the process must outlive its groups.
         to_be_restored: `restore` comes next."""
         self._actor = actor
         if heals:
-            # Else torch ends the process when a peer is gone. Source: torch 2.13, ProcessGroupNCCL.hpp,
-            # ErrorHandlingMode; the caller of `abort` ends what waits.
+            # Else torch ends the process when a peer is gone; here, `abort` ends the calls that wait. Source: torch
+            # 2.13, ProcessGroupNCCL.hpp, ErrorHandlingMode.
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         if init_method.startswith("file:"):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -159,11 +161,11 @@ class TrainWorker:
             settings, actor, algorithm, to_be_restored=to_be_restored, reference=self._reference
         )
         self._reference = self._policy.reference
-        gc.freeze()  # the other ranks of a collective call would wait while this one looks through its modules
+        gc.freeze()  # else a collection scans all modules, while the other ranks of a collective call wait
 
     @_in_thread("work")
     def info(self) -> RankInfo:
-        """What part this rank has."""
+        """Return this rank's part."""
         from megatron_daro.actor import device, parallel
         from megatron_daro.actor.weights import exports_weights, sends_for_stage
 
@@ -181,9 +183,9 @@ class TrainWorker:
 
     @_in_thread("work")
     def train(self, batch: StepBatch, micro_batches: Sequence[Sequence[int]], step: int, **columns: Any) -> StepResult:
-        """One optimizer step on this rank's shard. Collective; metrics come from the ranks that report only.
+        """Do one optimizer step on this rank's shard. Collective; only ranks that report return metrics.
 
-        columns: of the shard, computed since it was sent; they take the place of those in `batch`.
+        columns: those of the shard that were computed after it was sent; they replace those of `batch`.
         """
         result = self._policy.train_step(dataclasses.replace(batch, **columns), micro_batches, step=step)
         return result if self._reports() else dataclasses.replace(result, metrics={})
@@ -195,7 +197,8 @@ class TrainWorker:
         batch: Sequences,
         micro_batches: Sequence[Sequence[int]],
     ) -> np.ndarray | None:
-        """float32 [R], the shard's column `name` of `AlgorithmSection.passes`; None where another rank reports."""
+        """Return float32 [R], the shard's column `name` of `AlgorithmSection.passes`; None if another rank reports
+        it."""
         column_R = self._policy.run_pass(name, batch, micro_batches)
         return column_R if self._reports() else None
 
@@ -203,8 +206,8 @@ class TrainWorker:
     def logprobs_of(
         self, batch: Sequences, micro_batches: Sequence[Sequence[int]], temperature: float, base: bool
     ) -> np.ndarray | None:
-        """float32 [R] of the shard under the current weights, logits divided by the rollouts' temperature; None where
-        another rank reports. base: without adapters."""
+        """Return float32 [R] log-probs of the shard under the current weights, of logits divided by `temperature`; None
+        if another rank reports them. base: without adapters."""
         column_R = self._policy.logprobs(batch, micro_batches, temperature=temperature, base=base)
         return column_R if self._reports() else None
 
@@ -224,8 +227,8 @@ class TrainWorker:
         self._note_addresses(before)
 
     def _note_addresses(self, before: frozenset[Address]) -> None:
-        """Take in where groups listen that were made since `before`, for `abort`; nothing where nobody calls it.
-        Collective over all ranks."""
+        """Note where the groups made since `before` listen, for `abort`; do nothing if ranks do not heal. Collective
+        over all ranks."""
         from megatron_daro.actor import parallel
 
         if self._heals:
@@ -234,8 +237,8 @@ class TrainWorker:
 
     @_in_thread("work")
     def relay(self, plan: SendPlan, members: tuple[int, ...]) -> SendReport:
-        """Hand the buckets that another rank exports to this host's servers. Args: members: of a group that was
-        joined."""
+        """Pass the buckets that another rank exports on to this host's servers. Args: members: ranks of a group that
+        `join_relays` made."""
         from megatron_daro.actor import device
         from megatron_daro.sync.handles import push_buckets, received
 
@@ -245,13 +248,14 @@ class TrainWorker:
     def export(
         self, plan: SendPlan | None, members: tuple[int, ...] = (), what: Exported = "policy"
     ) -> SendReport | None:
-        """Send this stage's weights as the plan says; collective over its exporting ranks, of which those with a plan
-        send and report. Args: members: of a group that was joined, whose other ranks get every bucket."""
+        """Send weights as the plan says. Collective over the exporting ranks of the stages that take part; only ranks
+        with a plan send and report. Args: members: ranks of a group that `join_relays` made; the others get every
+        bucket."""
         from megatron_daro.actor import device
         from megatron_daro.sync.senders import Senders
 
         if plan is None:
-            for _ in self._exported(what):  # the others gather along
+            for _ in self._exported(what):  # takes part in the gathers of the rank that sends
                 pass
             return None
         if self._senders is None:
@@ -261,7 +265,8 @@ class TrainWorker:
 
     @_in_thread("work")
     def write(self, files: WeightFiles) -> SendReport:
-        """Write this stage's part of a checkpoint; the other exporting ranks gather along, by `export`."""
+        """Write this stage's part of a checkpoint; the other exporting ranks take part in the gathers, by `export`
+        without a plan."""
         from megatron_daro.actor import parallel
         from megatron_daro.sync.files import write_weight_files
 
@@ -273,7 +278,7 @@ class TrainWorker:
 
     @_in_thread("work")
     def offer_shards(self, plan: SendPlan) -> Offer:
-        """Begin to listen for the ranks of servers that need something of this rank. Not collective."""
+        """Begin to listen for the servers' ranks that need weights of this rank. Not collective."""
         if self._shard_export is None:
             host = ray.util.get_node_ip_address()
             self._shard_export = ShardExport(self._policy, self._actor, self._rank, host, connect_to_servers)
@@ -281,7 +286,8 @@ class TrainWorker:
 
     @_in_thread("work")
     def send_shards(self, plan: SendPlan, offers: Sequence[Offer]) -> SendReport:
-        """Send them what this rank offered. Args: offers: of all ranks, on the one that is to call the servers."""
+        """Send the weights that this rank offered. Args: offers: those of all ranks, on the rank that calls the
+        servers; else empty."""
         from megatron_daro.actor.weights import sends_for_stage
 
         assert self._shard_export is not None, "offer_shards comes first"
@@ -309,7 +315,7 @@ class TrainWorker:
 
     @_in_thread("work")
     def snapshot_bytes(self) -> tuple[dict[MemoryKind, int], int]:
-        """Bytes of a snapshot by kind, and those of this node's memory that are free."""
+        """Return the bytes of a snapshot by kind, and the free bytes of this node's memory."""
         return self._policy.snapshot_bytes, psutil.virtual_memory().available
 
     @_in_thread("work")
@@ -319,14 +325,15 @@ class TrainWorker:
 
     @_in_thread("work")
     def start_snapshot(self, serial: int, keep: int | None) -> None:
-        """Begin snapshot `serial`; `keep` stays."""
+        """Begin snapshot `serial`, without overwriting snapshot `keep` if this process keeps two."""
         self._snapshot = serial, self._policy.start_snapshot(self._states.own.open(keep), serial)
 
     @_in_thread("snapshot")
     def finish_snapshot(
         self, serial: int, keep: int | None, peer: ActorHandle | None, kinds: Sequence[MemoryKind]
     ) -> None:
-        """Wait until snapshot `serial` is whole, here and in the process of `peer`, where there is one."""
+        """Wait until snapshot `serial` is whole, here and in the process of `peer`, if there is one. Args: kinds: of
+        memory, that the peer gets."""
         number, pending = self._snapshot or (None, None)
         if pending is None or number != serial:
             raise WorkerError(f"snapshot {serial} was given up; the newest is {number}")
@@ -366,12 +373,12 @@ class TrainWorker:
 
     @_in_thread("recover")
     def snapshots(self) -> SnapshotSerials:
-        """Return what this process has of snapshots; it answers whatever else it does."""
+        """Return which snapshots this process has, whatever else it is doing."""
         return self._states.serials
 
     @_in_thread("recover")
     def abort(self) -> None:
-        """End the collective calls that wait in this process with an error; every living rank is told."""
+        """End the collective calls that wait in this process with an error. Called on every living rank."""
         from megatron_daro.actor import parallel
 
         if (shards := self._shard_export) is not None:
@@ -380,7 +387,7 @@ class TrainWorker:
 
     @_in_thread("work")
     def leave(self) -> None:
-        """Leave the process groups, and let go of the policy: `setup` comes next. Not collective."""
+        """Leave the process groups, and release the policy; `setup` comes next. Not collective."""
         from megatron_daro.actor import parallel
         from megatron_daro.actor.compat import forget_rotary_tables
 
@@ -395,20 +402,20 @@ class TrainWorker:
         parallel.shutdown()
         forget_rotary_tables()
         gc.unfreeze()
-        gc.collect()  # what is left of the policy holds process groups, and a GPU's memory
+        gc.collect()  # remains of the policy hold process groups and GPU memory
 
     @_in_thread("work")
     def load_code(self) -> None:
-        """Import what `setup` needs, which takes seconds in which others would wait for this process."""
+        """Import what `setup` needs beforehand: it takes seconds, during which other ranks would wait."""
         with garbage.paused():
             from megatron_daro.actor import parallel, policy  # noqa: F401
 
     @_in_thread("work")
     def adopt(self, serial: int, sources: Sequence[Source]) -> None:
-        """Take a snapshot of this rank from others that have it."""
+        """Get a snapshot of this rank from the processes that have it."""
         self._states.adopt(serial, sources)
 
     @_in_thread("work")
     def restore(self, serial: int) -> None:
-        """Go back to a snapshot."""
+        """Restore the policy from a snapshot."""
         self._policy.restore(self._states.whole(serial))

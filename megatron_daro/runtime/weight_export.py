@@ -1,8 +1,8 @@
 """Weights on their way out of the ranks: to engines by the transport that a plan names, or into a Hugging Face
 checkpoint.
 
-Ranks send and write by themselves; this says who sends what to whom, and joins their reports. `EXPORTS` says
-which ranks do so at a time, `write` makes a checkpoint.
+Ranks send and write themselves; this file decides which rank sends what to whom, and joins their reports. `EXPORTS`
+has, by transport, which ranks send at the same time; `write` makes a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Routing = Callable[[SendPlan, Mapping[int, RankRole]], Routes]
 
 async def staged(ranks: Ranks, plan: SendPlan, routing: _Routing = one_route) -> SendReport:
     """Have every pipeline stage send its weights, one after the other, since receivers take one bucket at a time; after
-    a failure the rest is not sent. Args: routing: which ranks of a stage send to which servers."""
+    a failure the remaining stages do not send. Args: routing: which ranks of a stage send to which servers."""
     reports: list[SendReport] = []
     for stage in _stages(ranks):
         reports.append(await _send_stages(ranks, [stage], plan, routing))
@@ -39,7 +39,7 @@ async def staged(ranks: Ranks, plan: SendPlan, routing: _Routing = one_route) ->
 
 
 async def staged_by_host(ranks: Ranks, plan: SendPlan) -> SendReport:
-    """The same, where a rank on the host of each server sends to it."""
+    """Do as `staged`, with a rank on the host of each server sending to it."""
     return await staged(ranks, plan, routes)
 
 
@@ -64,7 +64,7 @@ EXPORTS: Mapping[str, Callable[[Ranks, SendPlan], Awaitable[SendReport]]] = {
     "adapters": at_once,
     "shards": shard_to_shard,
 }
-"""By the name of the transport; any other is `staged`."""
+"""By the name of the transport; others use `staged`."""
 
 
 async def export(ranks: Ranks, plan: SendPlan) -> SendReport:
@@ -73,8 +73,8 @@ async def export(ranks: Ranks, plan: SendPlan) -> SendReport:
 
 
 async def write(ranks: Ranks, files: WeightFiles) -> SendReport:
-    """Have the ranks write one checkpoint, whole or not at all: one pipeline stage after the other, but of adapters the
-    first stage all."""
+    """Have the ranks write one checkpoint, whole or not at all: one pipeline stage after the other, except that the
+    first stage writes all adapters."""
     started, report = time.perf_counter(), SendReport()
     files = replace(files, directory=files.directory.absolute())
     await asyncio.to_thread(open_checkpoint, files)
@@ -98,7 +98,7 @@ async def _write_stages(ranks: Ranks, stages: Sequence[int], files: WeightFiles)
 
 
 def _complete(ranks: Ranks, files: WeightFiles, written: Written) -> None:
-    """Add what else the checkpoint has beside tensors, and give it its name."""
+    """Add the checkpoint's files besides those of tensors, and move it to its final name."""
     path, changes = ranks.settings.model_path, dict[str, Any]()
     if files.what == "adapter":
         config = peft_config(ranks.settings.lora, read_model_shape(path), str(path))
@@ -115,7 +115,8 @@ def _stages(ranks: Ranks) -> list[int]:
 
 
 async def _send_stages(ranks: Ranks, stages: Sequence[int], plan: SendPlan, routing: _Routing) -> SendReport:
-    """Have the exporting ranks of these stages export, and those of the first that `routing` names send."""
+    """Have the exporting ranks of these stages export; `routing` chooses which of them send, and which other ranks
+    relay."""
     roles = {
         rank: RankRole(info.host, info.exports and info.stage in stages, info.sends and info.stage == stages[0])
         for rank, info in enumerate(ranks.infos)

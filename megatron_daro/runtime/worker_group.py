@@ -1,7 +1,8 @@
-"""Worker processes that belong together, and the news that one is gone.
+"""Worker processes that belong together, and how the death of one is noticed.
 
-Every worker has a call that never returns, `sentinel`; when it fails the process is gone. Where nobody replaces it
-(healing.py, embedded_group.py) `supervised` (launch.py) ends the run within seconds, wherever the loop happens to wait.
+Every worker has a call that never returns, `sentinel`; when it fails, the process is gone. If the process is not
+replaced (healing.py, embedded_group.py), `supervised` (launch.py) ends the run within seconds, wherever the loop
+happens to wait.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from megatron_daro.runtime.ray_calls import WorkerDiedError, translated, yieldin
 
 
 class WorkerGroup(UserDict[str, Any]):
-    """Handles by name. `dismissed`: the end of a process is wanted, and no news."""
+    """Handles by name. `dismissed`: whether the processes are being ended on purpose, so that a death is not
+    reported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +38,7 @@ async def death_of(name: str, worker: ActorHandle) -> DaroError:
     """Wait until the process of a worker is gone; return why."""
     try:
         await worker.sentinel.remote()
-    except Exception as error:  # the supervisor's border: whatever ends a worker is the news
+    except Exception as error:  # the supervisor's border: whatever ends a worker is reported
         return translated(name, error)
     return WorkerDiedError(f"{name} died: its process has ended")
 
@@ -50,7 +52,7 @@ async def first_death(workers: WorkerGroup) -> tuple[str, ActorHandle, DaroError
         if not workers.dismissed:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
         if workers.dismissed:
-            await asyncio.Future()  # for ever: whoever waits here is cancelled when the work is done
+            await asyncio.Future()  # for ever: the task that waits here is cancelled when the work is done
         first = next(iter(done))
         return *watches[first], first.result()
     finally:

@@ -1,8 +1,8 @@
-"""Adapters by value, all in one HTTP call to each server, which keeps them beside those that it has.
+"""Sends adapters by value, in one HTTP call to each server, which adds them to those that it has.
 
 Source: sglang 0.5.23: srt/managers/tp_worker.py, `load_lora_adapter_from_tensors`; srt/utils/common.py,
-`SafeUnpickler`. What that cannot read, such as a handle of another process's memory, ends the whole server: so nothing
-is pickled but one tensor on the host and plain values.
+`SafeUnpickler`. Data that this cannot read, such as a handle of another process's memory, ends the whole server, so
+only one tensor on the host and plain values are pickled.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.distributed import ProcessGroup
 
 from megatron_daro.sync.buckets import tensor_bytes
 from megatron_daro.sync.plan import Connect, SendFailure, SendPlan, SendReport
-from megatron_daro.sync.sender import TransportSender, posted_to_all
+from megatron_daro.sync.transport_sender import TransportSender, posted_to_all
 
 _CALL = "/load_lora_adapter_from_tensors"
 
 
 class AdapterSender(TransportSender):
-    """One rank's calls."""
+    """The sending end on one rank."""
 
     def __init__(self, connect: Connect) -> None:
         """Connect to nothing. Args: connect: to servers."""
@@ -41,14 +41,14 @@ class AdapterSender(TransportSender):
         return SendReport(num_bytes, time.perf_counter() - started, failures=failures, apart=True)
 
     async def _load(self, body: Mapping[str, Any], encoded: str, plan: SendPlan) -> dict[str, SendFailure]:
-        async with self._connect() as post:  # each rank of a server reads a copy of its own
+        async with self._connect() as post:  # each rank of a server reads its own copy
             return await posted_to_all(
                 plan, post, _CALL, lambda ranks: {**body, "serialized_named_tensors": [encoded] * ranks}
             )
 
 
 def by_value(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, int]:
-    """Return (tensors of one dtype as SGLang unpickles a flattened bucket, bytes of the tensors)."""
+    """Return (pickle of a flattened bucket of these tensors, all of one dtype; size of the tensors in bytes)."""
     parts, metadata, start = [], [], 0
     for name, tensor in tensors:
         parts.append(tensor_bytes(tensor).cpu())

@@ -1,20 +1,20 @@
 """The sending end of a broadcast of weights to SGLang servers: one exporting rank, one process group, packed buckets.
 
-While one bucket is sent the next is gathered, so at most two exist; on a GPU on a stream of its own (`SendStream`),
-since torch makes the stream that waits for a collective call wait for it too. Servers are told of the next bucket as
-soon as all have answered to this one: those on GPUs answer while the data is still on its way, so that calls cost no
-time, those on CPUs when they have loaded it. Not earlier: SGLang takes calls in the order in which they reach it, and
-two that are on their way on two connections have none; a bucket read with the names of another would be silently wrong.
-The group, of this rank and every rank of every server, is kept for the next update as long as the same servers take
-part. The first server that fails breaks the broadcast off, so that a death costs seconds and not the limit of a call.
-Servers are not fenced here: what each of them did is reported.
+While one bucket is sent the next is gathered, so at most two exist. On a GPU buckets are sent from a stream of their
+own (`SendStream`), since a stream on which a collective is waited for cannot gather meanwhile. Servers are told of the
+next bucket as soon as all have answered for this one: servers on GPUs answer while the data is still in flight, so that
+calls cost no time; servers on CPUs when they have loaded it. Not earlier: SGLang handles calls in the order in which
+they arrive, which for two calls on two connections is undefined, and a bucket read with the names of another would be
+silently wrong. The group, of this rank and every rank of every server, is kept for the next update as long as the same
+servers take part. The first server that fails breaks the broadcast off, so that a death costs seconds instead of the
+limit of a call. Servers are not fenced here; the report says how each of them failed.
 
 A peer that died or hangs must cost this process a group and nothing else. By default torch ends the process when an
-NCCL collective fails (ProcessGroupNCCL.hpp, ErrorHandlingMode), so for this group its watchdog only looks on.
+NCCL collective fails (ProcessGroupNCCL.hpp, ErrorHandlingMode); this group is made so that it does not.
 
 Source: sglang/srt/utils/common.py, init_custom_process_group: both ends must derive the same store keys.
 sglang/srt/managers/tokenizer_control_mixin.py (0.5.23), update_weights_from_distributed: `async with
-self.is_pause_cond` around the call of a FanOutCommunicator, both of them queues, one call at a time in the scheduler.
+self.is_pause_cond` around the call of a FanOutCommunicator; both are queues, so the scheduler gets one call at a time.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Connect, Post, SendFailure, SendPlan, SendReport, Target
-from megatron_daro.sync.sender import TransportSender, in_thread
+from megatron_daro.sync.transport_sender import TransportSender, in_thread
 
 _Calls = set[asyncio.Future[Any]]
-# Read when a group is made. 0: a failed collective is reported by its own wait, and the process lives.
+# torch reads it when a group is made. 0: the wait for a failed collective raises, and the process lives.
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# NCCL's own limit comes after the one that `broadcast` is given, so that its caller is the one who ends it.
+# NCCL's own limit is longer than the one given to `broadcast`, so that the caller ends a broadcast first.
 _NCCL_MARGIN_S = 60.0
 
 
 class SendGroup:
-    """One group; rank 0 is this process."""
+    """One process group; rank 0 is this process."""
 
     def __init__(self, backend: str, group: dist.ProcessGroup, store: dist.Store) -> None:
         """Args: backend: "gloo" or "nccl". group, store: of torch; the store is served by this process."""
@@ -62,7 +62,8 @@ class SendGroup:
     def join(
         cls, name: str, world_size: int, store: dist.Store, *, backend: str, join_s: float, broadcast_s: float
     ) -> SendGroup:
-        """Make this end; blocks until all have joined (gloo), or until nothing (NCCL joins at the first broadcast).
+        """Make this end. With gloo, block until all have joined; with NCCL, return at once: ranks join at the first
+        broadcast.
 
         Args:
             name: of the group, as the servers were told. store: from `listening_store`.
@@ -77,8 +78,8 @@ class SendGroup:
         return cls(backend, group, store)
 
     def broadcast(self, data: Tensor, timeout_s: float) -> None:
-        """Send to everyone; blocks. After an error the group is left: that ends the wait of the servers, whose own
-        limit is half an hour. Raises RuntimeError when a peer is lost or the time is over."""
+        """Send to all ranks; block until that is done. On an error, leave the group: that ends the wait of the servers,
+        whose own limit is half an hour. Raises RuntimeError: a peer is lost or the time is over."""
         try:
             self._group.broadcast(data, 0).wait(timedelta(seconds=timeout_s))
         except Exception:
@@ -86,16 +87,15 @@ class SendGroup:
             raise
 
     def break_off(self) -> None:
-        """End what is being sent, where that can be done: NCCL's communicator is aborted, gloo's send runs to its
-        limit."""
+        """End the broadcast in flight: NCCL's communicator is aborted; gloo cannot, and sends until its limit."""
         if self._backend == "nccl":
             self._group.abort()
 
     def close(self, *, broken: bool = False) -> None:
-        """Leave the group; with NCCL, in a thread, since that can wait for a peer. Again is nothing.
+        """Leave the group; with NCCL, in a thread, since that can wait for a peer. A second call does nothing.
 
         Args:
-            broken: something was sent that nobody may ever receive: abort it, or the end waits for it.
+            broken: a broadcast may never be received: abort it, since leaving would wait for it.
         """
         if not self._left.acquire(blocking=False):
             return
@@ -110,24 +110,24 @@ class SendGroup:
 
 
 class SendStream:
-    """The CUDA stream that buckets are sent from: those that gather and pack the next one go on meanwhile.
+    """The CUDA stream that buckets are sent from; the stream that gathers and packs the next bucket goes on meanwhile.
 
-    A broadcast waits for the work of its own stream at that moment, which is the event of its bucket, and its `wait`
-    makes that stream, and the calling thread, wait for its end. So a bucket whose broadcast has returned was sent, and
-    its memory may be written again. Source: torch 2.13, ProcessGroupNCCL.cpp, `syncStream` and `WorkNCCL::wait` with a
-    time limit.
+    A broadcast waits for the work that this stream has at that moment, which includes the event of its bucket; its
+    `wait` makes this stream and the calling thread wait until it ends. So when `SendGroup.broadcast` has returned, the
+    bucket was sent, and its memory may be overwritten. Source: torch 2.13, ProcessGroupNCCL.cpp, `syncStream` and
+    `WorkNCCL::wait` with a time limit.
     """
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
     def packed(self) -> torch.cuda.Event | None:
-        """Return what says that everything the calling thread's stream was given is done."""
+        """Return an event that fires when all work given to the calling thread's current stream so far is done."""
         return torch.cuda.current_stream().record_event()
 
     @contextlib.contextmanager
     def after(self, packed: torch.cuda.Event | None) -> Iterator[None]:
-        """Give work to this stream, which waits for the event first."""
+        """Run the block's work on this stream, after the event."""
         with torch.cuda.stream(self._stream):
             if packed is not None:
                 self._stream.wait_event(packed)
@@ -135,22 +135,22 @@ class SendStream:
 
 
 class NoStream(SendStream):
-    """In its place on a CPU, where everything is done when it returns."""
+    """Stands in for SendStream on a CPU, where work is done when its call returns."""
 
     def __init__(self) -> None:
         pass
 
     def packed(self) -> None:
-        """Return nothing to wait for."""
+        """Return None: there is nothing to wait for."""
 
     @contextlib.contextmanager
     def after(self, packed: torch.cuda.Event | None) -> Iterator[None]:
-        """Do the work."""
+        """Run the block's work."""
         yield
 
 
 def listening_store(host: str, world_size: int, timeout_s: float) -> tuple[dist.Store, int]:
-    """Return a store that listens on this address only (torch's own would listen on every interface), and its port."""
+    """Return a store that listens on this address only (by default torch listens on every interface), and its port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         port = listener.getsockname()[1]
@@ -168,7 +168,7 @@ def listening_store(host: str, world_size: int, timeout_s: float) -> tuple[dist.
 
 @contextlib.contextmanager
 def _errors_end_no_process(backend: str) -> Iterator[None]:
-    """While a group of NCCL is made its errors are left to whoever waits; other groups keep what the process has."""
+    """Within the block, make NCCL groups whose errors are raised by their waits only; other groups are not changed."""
     if backend != "nccl":
         yield
         return
@@ -183,17 +183,17 @@ def _errors_end_no_process(backend: str) -> Iterator[None]:
             os.environ[_NCCL_ERRORS] = before
 
 
-# Servers were just asked to open the update, so those that still answer join at once.
+# Servers have just answered the opening of the update, so those that still live join at once.
 _LONGEST_JOIN_S = 60.0
-# A server that serves leaves a group between two batches; one that hangs is ended by others, with its groups.
+# A healthy server leaves a group between two batches; one that hangs is ended elsewhere, and its groups with it.
 _LONGEST_LEAVE_S = 30.0
-# How long the others have after the first failure: one bucket's worth.
+# How long other servers may take to answer after the first failure: the time of one bucket.
 _AFTER_FAILURE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Packed:
-    """A bucket; what says on a GPU that it is full; set when nobody reads its memory any more."""
+    """A bucket. event: on a GPU, fires when it is filled. sent: set when its memory is no longer read."""
 
     bucket: WeightBucket
     event: torch.cuda.Event | None
@@ -202,7 +202,7 @@ class _Packed:
 
 @dataclass
 class _Sent:
-    """What was sent so far. last: how the broadcast of the last bucket ends, and so that of all before."""
+    """What was sent so far. last: outcome of the last bucket's broadcast, which includes that of all before."""
 
     num_bytes: int = 0
     started: float = field(default_factory=time.perf_counter)
@@ -211,7 +211,7 @@ class _Sent:
 
 
 class BroadcastSender(TransportSender):
-    """This rank's end. `close` it, or its threads and sockets stay."""
+    """The sending end on one rank. `close` it, or its threads and sockets stay."""
 
     _post: Post
 
@@ -219,7 +219,7 @@ class BroadcastSender(TransportSender):
         """Join nothing.
 
         Args:
-            host: address of this rank as servers reach it; the group's store listens on it alone.
+            host: address of this rank as servers reach it; the group's store listens only there.
             backend: "gloo" or "nccl".
             connect: to servers.
         """
@@ -227,13 +227,13 @@ class BroadcastSender(TransportSender):
         self._group: SendGroup | None = None
         self._name = ""
         self._joined: tuple[Target, ...] = ()
-        self._groups: dict[str, str] = {}  # address of a server -> the group that it was told to make
+        self._groups: dict[str, str] = {}  # URL of a server -> name of the group that it was told to make
         self._stream = SendStream() if backend == "nccl" else NoStream()
 
     def _send(
         self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, group: dist.ProcessGroup | None
     ) -> SendReport:
-        """Send everything. After a failure the group is gone, and the next call makes another."""
+        """Send everything. After a failure the group is left, and the next call makes a new one."""
         mailbox: queue.Queue[_Packed | None] = queue.Queue()
         with ThreadPoolExecutor(1, thread_name_prefix="broadcast") as thread:
             sending = thread.submit(lambda: asyncio.run(self._send_all(mailbox, plan)))
@@ -243,7 +243,7 @@ class BroadcastSender(TransportSender):
                 for bucket in bucketize(tensors, plan.bucket_bytes, reuse=True):
                     packed = _Packed(bucket, self._stream.packed())
                     mailbox.put(packed)
-                    before.wait()  # the bucket before is sent, and its buffer is the next one's
+                    before.wait()  # until the previous bucket is sent: the next one will use its buffer
                     before = packed.sent
                     del bucket, packed
             finally:
@@ -252,7 +252,7 @@ class BroadcastSender(TransportSender):
         return SendReport(sent.num_bytes, time.perf_counter() - sent.started, failures=sent.failures)
 
     def close(self) -> None:
-        """Leaves the group, on this end alone. May be called twice."""
+        """Leave the group, on this end only. May be called twice."""
         self._leave(broken=False)
 
     def _leave(self, *, broken: bool) -> None:
@@ -261,9 +261,9 @@ class BroadcastSender(TransportSender):
             group.close(broken=broken)
 
     async def _end_groups(self, timeout_s: float) -> None:
-        """Leave the group on both ends at once, as NCCL wants it: each one that a server keeps costs it a communicator
-        (SGLang 0.5.23 forgets one at /destroy_weights_update_group only). Those that do not answer are forgotten: they
-        are being ended, or were started again without it."""
+        """Leave the group on both ends at once, as NCCL requires. A server that keeps a group keeps its communicator
+        (SGLang 0.5.23 drops it only at /destroy_weights_update_group). Servers that do not answer are ignored: they are
+        being ended, or were restarted without the group."""
         groups, self._groups = self._groups, {}
         self._leave(broken=False)
 
@@ -275,12 +275,12 @@ class BroadcastSender(TransportSender):
         await asyncio.gather(*(end(url, name) for url, name in groups.items()))
 
     async def _send_all(self, mailbox: queue.Queue[_Packed | None], plan: SendPlan) -> _Sent:
-        async with self._connect() as self._post:  # in this event loop alone
+        async with self._connect() as self._post:  # valid in this event loop only
             return await self._send_until_none(mailbox, plan)
 
     async def _send_until_none(self, mailbox: queue.Queue[_Packed | None], plan: SendPlan) -> _Sent:
-        """Take buckets out until None comes; after a failure they are only thrown away, so that the thread that packs
-        them never waits for a buffer."""
+        """Send the buckets of the mailbox until None comes. After a failure they are only discarded, so that the thread
+        that packs them never waits for a buffer."""
         sent = _Sent()
         crash: BaseException | None = None
         on_the_way: list[threading.Event] = []
@@ -308,8 +308,8 @@ class BroadcastSender(TransportSender):
         return sent
 
     async def _send_bucket(self, packed: _Packed, plan: SendPlan, sent: _Sent) -> dict[str, SendFailure]:
-        """Tell everyone of a bucket at once, and broadcast it after the one before. Over when all have answered, which
-        may be before it is sent. Returns failures by server."""
+        """Tell all servers of a bucket at once, and broadcast it after the previous one. Returns failures by server as
+        soon as all have answered, which may be before the bucket is sent."""
         bucket = packed.bucket
         body = {
             "names": bucket.names,
@@ -342,7 +342,7 @@ class BroadcastSender(TransportSender):
         return _told_apart(failures, error, "broadcast failed", bodies)
 
     async def _join(self, plan: SendPlan) -> dict[str, SendFailure]:
-        """Make the group of this rank and these servers, unless it is there. Returns failures by server."""
+        """Make the group of this rank and these servers, unless it exists. Returns failures by server."""
         if self._group is not None and self._joined == plan.targets:
             return {}
         await self._end_groups(plan.timeout_s)
@@ -377,8 +377,9 @@ class BroadcastSender(TransportSender):
         own: Future[None] | None = None,
         broken: Callable[[], None] = lambda: None,
     ) -> dict[str, SendFailure]:
-        """One call to every server. Returns what failed, by server. own: what goes on at this end; after its failure,
-        too, answers are not waited for long. broken: called at the first failure of a server."""
+        """Make one call to every server. Returns failures by server. own: what runs at this end meanwhile; after it or
+        a server has failed, other answers are awaited only for _AFTER_FAILURE_S. broken: called when a server failed.
+        """
         urls = {target.name: target.url for target in plan.targets}
         calls: dict[asyncio.Future[Any], str] = {
             asyncio.ensure_future(self._post(urls[name], path, body, plan.timeout_s)): name
@@ -386,7 +387,7 @@ class BroadcastSender(TransportSender):
         }
         done, pending = await _until_a_failure(calls, own)
         if any(call.exception() for call in done):
-            in_thread(broken)  # which may wait for a peer that hangs
+            in_thread(broken)  # it may wait for a peer that hangs
         if pending:
             more, pending = await asyncio.wait(pending, timeout=_AFTER_FAILURE_S)
             done |= more
@@ -406,20 +407,20 @@ class BroadcastSender(TransportSender):
 
 
 async def _until_a_failure(calls: Iterable[asyncio.Future[Any]], own: Future[None] | None) -> tuple[_Calls, _Calls]:
-    """Wait until all calls are answered, or one of them or this rank's own end has failed. Returns (done, pending)."""
+    """Wait until all calls are answered, or one of them or this rank's end has failed. Returns (done, pending)."""
     answered = asyncio.ensure_future(asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION))
     if own is not None:
         ours = _awaitable(own)
         either: _Calls = {answered, ours}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not answered.done() and ours.exception():
-            answered.cancel()  # the wait, and not the calls
+            answered.cancel()  # only the wait, not the calls
             return {call for call in calls if call.done()}, {call for call in calls if not call.done()}
     return await answered
 
 
 async def _error_of(broadcast: Future[None] | None, timeout_s: float | None) -> BaseException | None:
-    """Wait for the end of a broadcast, which may fail, but no longer than this. Returns what went wrong."""
+    """Wait for the end of a broadcast, at most `timeout_s`. Returns its error, or a TimeoutError; None for success."""
     if broadcast is None:
         return None
     waiting = _awaitable(broadcast)
@@ -429,7 +430,7 @@ async def _error_of(broadcast: Future[None] | None, timeout_s: float | None) -> 
 
 def _awaitable(broadcast: Future[None]) -> asyncio.Future[None]:
     waiting = asyncio.wrap_future(broadcast)
-    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also where nobody waits for it
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, even if nothing awaits it
     return waiting
 
 
@@ -440,8 +441,9 @@ def _names(plan: SendPlan) -> list[str]:
 def _told_apart(
     failures: dict[str, SendFailure], own: BaseException | None, what: str, names: Iterable[str]
 ) -> dict[str, SendFailure]:
-    """Judge a refusal: it is the server's own fault only where nothing else went wrong: if this end failed too, or
-    another server did not answer, the group broke, and a server that says so is not to blame."""
+    """Return failures by server with refusals judged. A refusal is the server's own fault only if nothing else failed:
+    if this end failed too, or another server did not answer, the group broke, and a server that reports that as a
+    refusal is not to blame. If only this end failed, all servers have a failure of the group."""
     if own is not None and not failures:
         return {name: SendFailure("group", f"{what}: {own}") for name in names}
     if own is None and all(failure.kind == "refused" for failure in failures.values()):

@@ -2,7 +2,7 @@
 
 Actor export -> (HF name, tensor) stream -> `bucketize` -> transport -> `WeightBucket.tensors`.
 The layout is that of SGLang's `flattened_bucket`, and the same for every receiver. Knows nothing of transports, and of
-models only which tensors must not be parted.
+models only which tensors must stay in one bucket.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightBucket:
-    """Whole tensors of one dtype end to end, without padding: the unit of weight transport.
+    """Whole tensors of one dtype, one after the other without padding: the unit of weight transport.
 
-    names, shapes: of each tensor in order, HF names. dtype: such as "bfloat16". data: uint8 [bytes], on the tensors'
-    device. Pickled, the bytes travel beside the pickle (protocol 5) and arrive in host memory, maybe read-only.
+    names, shapes: of the tensors in order, HF names. dtype: such as "bfloat16". data: uint8 [bytes], on the tensors'
+    device. When a bucket is pickled, its bytes travel out of band (protocol 5) and arrive in host memory, maybe
+    read-only.
     """
 
     names: tuple[str, ...]
@@ -44,7 +45,7 @@ class WeightBucket:
     data: Tensor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, view of the data): read them, or copy them, before the data is reused.
+        """Yield (name, view of the data), to be read or copied before the data is reused.
 
         Raises:
             SyncError: the shapes do not make up the data, or the dtype is unknown.
@@ -78,18 +79,18 @@ def _received(
 def bucketize(
     stream: Iterable[tuple[str, Tensor]], bucket_bytes: int, *, reuse: bool = False, copy_all: bool = False
 ) -> Iterator[WeightBucket]:
-    """Whole tensors, in order, in packed buckets of one dtype and at most `bucket_bytes`; a larger tensor has its own.
-    Tensors that a server takes in one call only (`Family.loaded_together`) count as one.
+    """Pack whole tensors, in order, into buckets of one dtype and at most `bucket_bytes`; a larger tensor gets a bucket
+    of its own. Tensors that a server takes only in one call (`Family.loaded_together`) count as one.
 
     Args:
-        stream: (HF name, tensor of a float dtype, any shape, any device). A larger tensor is not copied: the stream
-            must leave it as it is for as long as the bucket is in use.
+        stream: (HF name, tensor of a float dtype, any shape, any device). A tensor above the limit is not copied: the
+            stream must not change it while its bucket is in use.
         bucket_bytes: limit of a bucket's data in bytes, at least 1.
-        reuse: the buckets take turns in two buffers, which saves the time in which the system clears new pages: when
-            a bucket is asked for, the data of the one before the last is overwritten. Else each has its own.
-        copy_all: a larger tensor is copied, too, so that no bucket shares a tensor's storage.
+        reuse: buckets use two buffers in turn, which saves the system the time to clear new pages: when a bucket is
+            requested, the data of the second to last one is overwritten. If not set, each bucket has its own buffer.
+        copy_all: copy tensors above the limit too, so that no bucket shares a tensor's storage.
 
-    Returns:
+    Yields:
         Buckets, whose data lies on the device of their tensors.
 
     Raises:
@@ -122,7 +123,7 @@ def bucketize(
 
 
 def _together(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield the tensors one by one, but those that must not be parted as one."""
+    """Yield the tensors in lists: those that must stay in one bucket together, others alone."""
     with_next = _with_next()
     unit: list[tuple[str, Tensor]] = []
     for name, tensor in stream:
@@ -136,29 +137,29 @@ def _together(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, 
 
 @cache
 def _with_next() -> re.Pattern[str]:
-    """Return what fits the names of tensors that must stand in one bucket with the next one of the stream."""
+    """Return the pattern for names of tensors that must be in one bucket with the next tensor of the stream."""
     tables = families().values()
     return pattern_of(name for one in tables for role in one.loaded_together[:-1] for name in one.tensors[role])
 
 
 class _Buffers:
-    """A fixed number of buffers that are handed out in turn; with none, new ones."""
+    """A fixed number of buffers that are handed out in turn; with `count` 0, always new ones."""
 
     def __init__(self, num_bytes: int, count: int) -> None:
         self._num_bytes = num_bytes
         self._held: deque[Tensor | None] = deque([None] * count, maxlen=count)
 
     def take(self, device: torch.device) -> Tensor:
-        """Return the oldest buffer."""
+        """Return the buffer that was handed out longest ago, or a new one if there is none on this device."""
         held = self._held.popleft() if self._held else None
         if held is None or held.device != device:
             held = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
-        self._held.append(held)  # with none to hold, this does nothing
+        self._held.append(held)  # does nothing with `count` 0
         return held
 
 
 def tensor_bytes(tensor: Tensor) -> Tensor:
-    """uint8 [bytes] on the tensor's device: the same memory, unless the tensor is not contiguous."""
+    """Return uint8 [bytes] on the tensor's device: the same memory if the tensor is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

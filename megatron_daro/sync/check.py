@@ -1,14 +1,14 @@
 """Whether a receiver has the weights that it was sent, or kept the ones before: by log-probs.
 
 WeightSync asks SGLang servers (engine.sglang.verify) for their log-probs of a fixed text, the policy for its own, and
-this file for a verdict. It calls nobody.
+this file for a verdict. This file calls neither.
 
-Two implementations of one model differ, in bf16 by more than two neighbouring versions of the weights do, so closeness
-alone cannot tell a receiver that kept its weights. Here each is compared with what it said itself: of the change
-between two answers, `moved_R` = s_new - s_old, the policy's own change `wanted_R` = p_new - p_old is known, and the
-constant difference of the two implementations cancels. A receiver that follows has moved_R near wanted_R, one that
-kept its weights has moved_R near 0: |moved_R| / |moved_R - wanted_R| is large for one and near 0 for the other. It
-refuses to judge where the policy did not change, or changed too little.
+Two implementations of one model differ: in bf16 by more than two consecutive versions of the weights do, so closeness
+to the policy cannot show whether a receiver kept its old weights. Instead, the change between two of a receiver's
+answers, `moved_R` = s_new - s_old, is compared with the change of the policy's log-probs, `wanted_R` = p_new - p_old;
+the constant difference of the two implementations cancels. A receiver that follows has moved_R near wanted_R, one that
+kept its weights has moved_R near 0: |moved_R| / |moved_R - wanted_R| is large for the former and near 0 for the latter.
+There is no verdict where the policy did not change, or changed too little.
 
 Legend: R response tokens of the fixed probe.
 """
@@ -24,34 +24,36 @@ import numpy as np
 from megatron_daro.sync.plan import Digest
 from megatron_daro.types import Rollout
 
-# How far apart two right implementations are: in fp32 no token by more than the order of summation (1e-5 measured); in
-# bf16 by rounding of every layer, on the mean (0.1 measured with SmolLM2), of which one token in thousands has nats
-# (2.8 of one among 16 was seen). It shows another model or temperature, not another step.
+# How far two correct implementations may differ. fp32: the largest difference of a token, which only the order of
+# summation causes (1e-5 measured). bf16: the mean difference, caused by rounding in every layer (0.1 measured with
+# SmolLM2); single tokens, one in thousands, differ by nats (2.8 was seen for one of 16). These limits detect another
+# model or temperature, not another step.
 _LARGEST_FP32, _MEAN_ELSE = 1e-3, 0.5
-# A receiver kept its weights if its answer moved by less than this part of what lacks to the policy's move; it follows
-# if by more than the inverse.
+# A receiver kept its weights if |moved_R| / |moved_R - wanted_R| is below this; it follows if above the inverse.
 _KEPT = 0.5
-# Over one sync that holds only where rounding moves the policy less than its steps do; in bf16 it may move it several
-# times more than the receiver. What a right receiver's part is at least is learned from the first syncs, of which it is
-# this fraction; until then only a receiver that as good as did not move is accused.
+# Over one sync this holds only if a step changes the policy's log-probs more than rounding does; in bf16 rounding may
+# move the policy several times more than the receiver. So the limit is learned: this fraction of the smallest ratio
+# among the first _LEARNED_FROM syncs. Before _LEARNED_ENOUGH of them, only a receiver that hardly moved at all
+# (_UNLEARNED) is rejected.
 _LEARNED_FROM, _LEARNED_ENOUGH, _LEARNED_PART = 8, 4, 0.25
 _UNLEARNED = 0.02
-# Over many syncs it holds once the policy moved so many times as far as in any single one of late, rounding included;
-# rounding grows as a model sharpens. A single sync is never far: with SmolLM2 in bf16 one of forty moved the policy by
-# 0.43 where others moved it by 0.1, and right receivers by 0.13, elsewhere to.
+# Over many syncs _KEPT holds once the policy has moved _FAR times as far as in any single one of the last _OF_LATE
+# syncs, rounding included (rounding grows as a model sharpens). A single sync never counts as far: with SmolLM2 in bf16
+# one sync of forty moved the policy by 0.43 (the others by 0.1), and correct receivers by 0.13, in another direction.
 _FAR, _OF_LATE = 4.0, 8
-# So much of the policy's log-probs must have changed: a change of few tokens may be lost in the receiver's rounding.
+# The part of the policy's log-probs that must have changed: a change of few tokens may be lost in the receiver's
+# rounding.
 _CHANGED_PART = 0.75
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProbeAnswer:
-    """What a receiver made of the probe.
+    """A receiver's answer to the probe.
 
-    fixed: the given text, with the receiver's log-probs at temperature 1; the same tokens in every sync. sampled: an
-    answer to it, sampled at `temperature`. dtype: the receiver computes in, such as "bfloat16". verified: checksums
-    showed already that it has the weights that were sent. base_R: of a receiver of adapters, its log-probs of the fixed
-    text without them. fresh: its process had no weights of a sync before.
+    fixed: the given text, with the receiver's log-probs at temperature 1; the same tokens in every sync. sampled:
+    tokens sampled after the beginning of that text, at `temperature`. dtype: in which the receiver computes, such as
+    "bfloat16". verified: checksums have already shown that it has the weights that were sent. base_R: if the receiver
+    gets adapters, its log-probs of the fixed text without them. fresh: this is the first sync of its process.
     """
 
     fixed: Rollout
@@ -65,7 +67,7 @@ class ProbeAnswer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Report:
-    """Of one sync: the receiver's log-probs of the fixed text, the policy's, and the digests of what was sent."""
+    """One sync: the log-probs of the fixed text by the receiver and by the policy, and the digests of what was sent."""
 
     receiver_R: np.ndarray
     policy_R: np.ndarray
@@ -74,9 +76,9 @@ class _Report:
 
 @dataclass(slots=True)
 class _History:
-    """Reports of one receiver. last: of the sync before. settled: the last one that showed a move, so that moves too
-    small to be told in one sync add up. first: of its first sync, near whose weights it is after a restart, if the run
-    began with those of model.path; of a receiver of adapters, without them."""
+    """Reports of one receiver. last: of the previous sync. settled: the last one that showed a move, so that moves too
+    small to show in one sync add up. first: of its first sync: after a restart the receiver is near these weights, if
+    the run began with those of model.path; for a receiver of adapters, its answer without them."""
 
     last: _Report | None = None
     settled: _Report | None = None
@@ -85,35 +87,35 @@ class _History:
     moves: deque[float] = field(default_factory=lambda: deque(maxlen=_OF_LATE))
 
     def references(self) -> list[_Report]:
-        """Return what a report is compared with, each once."""
+        """Return the reports that a new one is compared with, without duplicates."""
         return list({id(a): a for a in (self.last, self.settled, self.first) if a is not None}.values())
 
     def limit(self) -> float:
-        """Ratio below which a receiver kept its weights."""
+        """Return the ratio below which a receiver kept its weights."""
         return min(_KEPT, _LEARNED_PART * min(self.ratios)) if len(self.ratios) >= _LEARNED_ENOUGH else _UNLEARNED
 
     def learn(self, ratio: float, move: float) -> None:
-        """Take in one sync: of the receiver how near it was, of the policy how far it moved."""
+        """Take in one sync: the receiver's ratio (`_ratio`), and how far the policy moved."""
         self.moves.append(move)
         if len(self.ratios) < _LEARNED_FROM:
             self.ratios.append(ratio)
 
     def is_far(self, then: _Report, move: float) -> bool:
-        """Whether the policy moved so far since then that rounding hardly matters."""
+        """Whether the policy has moved so far since that report that rounding hardly matters."""
         return then is not self.last and len(self.moves) >= _LEARNED_ENOUGH and move >= _FAR * max(self.moves)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Verdicts. rejected: receiver -> why. verified: those that are seen to have the new weights; of the others that
-    were not rejected nothing can be told."""
+    """Verdicts. rejected: receiver -> why. verified: receivers that were shown to have the new weights. About receivers
+    in neither, nothing is known."""
 
     rejected: Mapping[str, str]
     verified: frozenset[str]
 
 
 class UpdateCheck:
-    """Judges the receivers of one policy, sync after sync."""
+    """Judges the receivers of one policy, at each sync."""
 
     def __init__(self) -> None:
         self._histories: dict[str, _History] = {}
@@ -125,12 +127,12 @@ class UpdateCheck:
         digests: Mapping[str, Digest],
         base_R: np.ndarray | None = None,
     ) -> Outcome:
-        """Compare each receiver with the policy as it is and as it was.
+        """Compare each receiver with the present policy and with the policy of earlier syncs.
 
         Args:
             answers: by receiver. scores: float32 log-probs of the policy for the answer's (fixed, sampled) tokens.
-            digests: of what was sent; equal to those of an earlier sync, nothing changed since. base_R: log-probs of
-                the policy for the fixed text without adapters, where answers have them.
+            digests: of what was sent; if they equal those of an earlier sync, nothing has changed since. base_R:
+                log-probs of the policy for the fixed text without adapters, if answers have `base_R`.
 
         Returns:
             The verdicts.
@@ -156,7 +158,7 @@ class UpdateCheck:
         return Outcome(rejected, frozenset(verified))
 
     def _followed(self, history: _History, now: _Report) -> tuple[bool, str]:
-        """(whether the receiver is seen to follow the policy, why it is seen not to)."""
+        """Return (whether the receiver was shown to follow the policy, why it does not, empty unless shown)."""
         follows = False
         for then in history.references():
             ratio, move = _ratio(then, now), _rms(now.policy_R - then.policy_R)
@@ -175,8 +177,8 @@ class UpdateCheck:
 
 
 def _ratio(then: _Report, now: _Report) -> float | None:
-    """How near the receiver's answer is to its old one, against the one it should have now: 0 where it kept its
-    weights, large where it follows. None where the policy did not change, or too few of its log-probs."""
+    """Return |moved_R| / |moved_R - wanted_R|: near 0 if the receiver kept its weights, large if it follows. None if
+    the policy did not change, or too few of its log-probs did."""
     wanted_R = now.policy_R - then.policy_R
     if (now.received and now.received == then.received) or np.mean(wanted_R != 0) < _CHANGED_PART:
         return None
@@ -190,7 +192,7 @@ def _rms(values_R: np.ndarray) -> float:
 
 
 def _too_far(answer: ProbeAnswer, expected_R: np.ndarray) -> str:
-    """Why the sampled answer is not one of this model at all; empty where it may be."""
+    """Return why the sampled answer cannot be this model's at all; empty if it may be."""
     apart_R = np.abs(expected_R - answer.sampled.logprobs)
     worst, mean = float(np.max(apart_R)), float(np.mean(apart_R))
     exact = answer.dtype == "float32"

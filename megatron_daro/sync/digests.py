@@ -1,4 +1,4 @@
-"""Digests of some tensors as they are sent, with which a receiver's checksums are compared."""
+"""Digests of some tensors as they are sent, against which a receiver's checksums are compared."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron_daro.sync.plan import Digest, is_hashed
 def noted(
     stream: Iterable[tuple[str, Tensor]], received_dtype: str, digests: dict[str, Digest]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass the stream through and take the digests of some tensors: as servers compute them on a CPU; of tensors on a
-    GPU a sum there, which is waited for once, at the end of the stream."""
+    """Pass the stream through, and put digests of some tensors (`is_hashed`) into `digests`: sha256, as servers on a
+    CPU compute it; for tensors on a GPU a sum computed there, read once at the end of the stream."""
     dtype = getattr(torch, received_dtype, None)
     sums: dict[str, tuple[str, Tensor, Tensor]] = {}
     for name, tensor in stream:
@@ -41,8 +41,8 @@ _DIGEST_PART = 2**22
 
 
 def device_digest(tensor: Tensor) -> Tensor:
-    """Return a sum of the tensor's bits in which every place has an odd weight of its own, modulo 2**64: int64, [], on
-    the tensor's device. A change of one number always changes it."""
+    """Return a weighted sum of the tensor's numbers, whose bits are read as integers, modulo 2**64: int64 scalar on the
+    tensor's device. Weights are odd and depend on the position, so a change of one number always changes the sum."""
     words = tensor_bytes(tensor).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(words), _DIGEST_PART):

@@ -1,8 +1,8 @@
-"""Weights as files of an HF checkpoint: exporting ranks write them beside the final directory, and whoever drives
-them writes the index and renames.
+"""Weights as files of an HF checkpoint: exporting ranks write them into a directory beside the final one; the driver
+then adds the index and renames the directory.
 
-Servers read it (`sync: disk`), or it is the result of a run. Nothing half written stands under the final name, and no
-code (`*.py`) is copied with the tokenizer.
+Servers read the checkpoint (`sync: disk`), or it is the result of a run. Nothing half written appears under the final
+name, and no code (`*.py`) is copied with the tokenizer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megatron_daro.errors import SyncError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.digests import noted
 from megatron_daro.sync.plan import ORIGIN_FILE, Digest, SendReport, WeightFiles
-from megatron_daro.sync.sender import read_to_its_end
+from megatron_daro.sync.transport_sender import read_to_its_end
 
 if TYPE_CHECKING:
-    from megatron_daro.sync.sender import Stream
+    from megatron_daro.sync.transport_sender import Stream
 
 Written = Mapping[str, tuple[str, int]]
 """Name of a tensor -> (name of its file, bytes)."""
@@ -37,8 +37,8 @@ def write_weight_files(stream: Stream, files: WeightFiles, label: str) -> SendRe
     """Write one rank's files of the checkpoint into the partial directory.
 
     Args:
-        stream: (HF name, tensor), read to its end; each item may be a collective of other ranks. label: of this rank,
-            in the names of its files.
+        stream: (HF name, tensor), read to its end, since each item may be a collective of all exporting ranks. label:
+            of this rank, for the names of its files.
 
     Raises:
         SyncError: the disk refused.
@@ -48,7 +48,7 @@ def write_weight_files(stream: Stream, files: WeightFiles, label: str) -> SendRe
     if files.digest_dtype:
         stream = noted(stream, files.digest_dtype, digests)
     with read_to_its_end(stream) as tensors:
-        in_host_memory = ((name, tensor.cpu()) for name, tensor in tensors)  # a file of them may not fit the GPU
+        in_host_memory = ((name, tensor.cpu()) for name, tensor in tensors)  # the GPU may have no room for a whole file
         for number, bucket in enumerate(bucketize(in_host_memory, files.file_bytes)):
             try:
                 written |= _write_file(partial, f"{label}-{number:05d}.safetensors", bucket)
@@ -59,7 +59,7 @@ def write_weight_files(stream: Stream, files: WeightFiles, label: str) -> SendRe
 
 
 def partial_directory(directory: Path) -> Path:
-    """Where the files of `directory` are written before it appears."""
+    """Return where the files of `directory` are written before it appears."""
     return directory.with_name(f".{directory.name}.partial")
 
 
@@ -70,11 +70,11 @@ def complete_checkpoint(
     dtype: str,
     changes: Mapping[str, Any] = {},
 ) -> None:
-    """Write index, configuration and tokenizer, and give the directory its name; an older one goes then.
+    """Write index, configuration and tokenizer, then give the directory its final name; an older one there is deleted.
 
     Args:
         written: by all ranks. model_path: has the configuration and the tokenizer. dtype: of the tensors, by torch's
-            name. changes: what else config.json shall say.
+            name. changes: further entries of config.json.
 
     Raises:
         SyncError: the disk refused.
@@ -88,8 +88,8 @@ def complete_checkpoint(
 
 
 def complete_adapter(files: WeightFiles, written: Written, config: Mapping[str, Any]) -> None:
-    """Join the tensors of all ranks in the one file that PEFT reads, and give the directory its name; an older one goes
-    then.
+    """Join the tensors of all ranks in the one file that PEFT reads, then give the directory its final name; an older
+    one there is deleted.
 
     Args:
         written: by all ranks. config: the content of adapter_config.json.
@@ -128,7 +128,7 @@ def _complete(files: WeightFiles, fill: Callable[[Path], None]) -> None:
 
 
 def open_checkpoint(files: WeightFiles) -> None:
-    """Make an empty partial directory, also where an earlier try left one. Raises SyncError: the disk refused."""
+    """Make an empty partial directory; delete one that an earlier try left. Raises SyncError: the disk refused."""
     partial = partial_directory(files.directory)
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -138,7 +138,7 @@ def open_checkpoint(files: WeightFiles) -> None:
 
 
 def _named_files(partial: Path, written: Written) -> dict[str, str]:
-    """Give the ranks' files the names of a checkpoint, since all are known now; HF name -> file name."""
+    """Rename the ranks' files as shards of a checkpoint, whose number is now known. Returns HF name -> file name."""
     files = list(dict.fromkeys(file for file, _ in written.values()))
     names = {file: shard_name(number, len(files)) for number, file in enumerate(files)}
     for file, name in names.items():
@@ -147,7 +147,7 @@ def _named_files(partial: Path, written: Written) -> dict[str, str]:
 
 
 def _write_file(partial: Path, file: str, bucket: WeightBucket) -> dict[str, tuple[str, int]]:
-    # A clone of each: safetensors refuses tensors that share memory, as views of a bucket do.
+    # Cloned, since safetensors refuses tensors that share memory, as views of a bucket do.
     tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors()}
     save_file(tensors, partial / file, metadata={"format": "pt"})
     return {name: (file, tensor.nbytes) for name, tensor in tensors.items()}

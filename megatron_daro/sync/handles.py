@@ -1,9 +1,10 @@
-"""Handles of GPU memory (CUDA IPC), for servers of the same host.
+"""Handles of GPU memory (CUDA IPC), for servers on the same host.
 
-Each rank of a server maps the memory and loads from it before it answers, so that the bucket may be freed then. Every
-rank of every server gets handles of its own, since torch counts who still holds the memory, and they name the GPU by
-UUID, since its number differs in a process that sees other GPUs. Host memory is rejected: it kills SGLang's server.
-Where servers are on other hosts, a rank there hands the buckets out (routes.py), if need be one that is sent them.
+Each rank of a server maps the memory and loads from it before it answers, so a bucket may be freed after the answer.
+Every rank of every server gets its own handles, since torch counts the holders of the memory; they name the GPU by
+UUID, since its number differs in a process that sees other GPUs. Host memory is rejected, since it would kill SGLang's
+server. For servers on other hosts, a rank there hands the buckets out (routes.py), if necessary one that receives them
+by broadcast.
 Source: sglang/srt/utils/common.py, MultiprocessingSerializer, and patch_torch.py.
 """
 
@@ -24,14 +25,15 @@ from torch.multiprocessing import reductions
 
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Connect, Post, SendFailure, SendPlan, SendReport
-from megatron_daro.sync.sender import TransportSender, posted_to_all, read_to_its_end
+from megatron_daro.sync.transport_sender import TransportSender, posted_to_all, read_to_its_end
 
-# The device, of the arguments that rebuild a tensor from a handle. Source: torch/multiprocessing/reductions.py.
+# Position of the device among the arguments that rebuild a tensor from a handle. Source:
+# torch/multiprocessing/reductions.py.
 _DEVICE_ARGUMENT = 6
 
 
 class HandleSender(TransportSender):
-    """One rank's handles."""
+    """The sending end on one rank."""
 
     def __init__(self, connect: Connect) -> None:
         """Connect to nothing. Args: connect: to servers."""
@@ -40,20 +42,20 @@ class HandleSender(TransportSender):
     def _send(
         self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, group: dist.ProcessGroup | None
     ) -> SendReport:
-        # A storage that was handed out is counted by its receivers: a parameter's could not be freed after one was
-        # killed.
+        # Copies only, since torch counts the receivers of a storage: a parameter's storage could never be freed after a
+        # receiver was killed.
         buckets = bucketize(tensors, plan.bucket_bytes, copy_all=True)
         return push_buckets(buckets if group is None else passed_on(buckets, group), plan, self._connect)
 
 
 def push_buckets(buckets: Iterable[WeightBucket], plan: SendPlan, connect: Connect) -> SendReport:
-    """Hand out buckets on a GPU that have memory of their own, until a server fails."""
-    with read_to_its_end(buckets) as rest:  # `passed_on` sends it to ranks on other hosts
+    """Hand out buckets, each in GPU memory of its own, until a server fails; read the others to the end."""
+    with read_to_its_end(buckets) as rest:  # `passed_on` also broadcasts them to ranks on other hosts
         return asyncio.run(_push_all(rest, plan, connect))
 
 
 def passed_on(buckets: Iterable[WeightBucket], group: dist.ProcessGroup) -> Iterator[WeightBucket]:
-    """Yield each bucket after it was broadcast from this rank, the first of the group, and then tell the end."""
+    """Broadcast each bucket from this rank, the first of the group, then yield it; announce the end."""
     try:
         for bucket in buckets:
             _announce((bucket.names, bucket.shapes, bucket.dtype, bucket.data.nbytes), group)
@@ -64,7 +66,7 @@ def passed_on(buckets: Iterable[WeightBucket], group: dist.ProcessGroup) -> Iter
 
 
 def received(group: dist.ProcessGroup, device: torch.device) -> Iterator[WeightBucket]:
-    """Yield the buckets that the first rank of the group broadcasts, each in memory of its own, until it tells the
+    """Yield the buckets that the first rank of the group broadcasts, each in memory of its own, until it announces the
     end."""
     while (header := _announce(None, group)) is not None:
         names, shapes, dtype, num_bytes = header
@@ -77,14 +79,16 @@ _Header = tuple[tuple[str, ...], tuple[tuple[int, ...], ...], str, int]
 
 
 def _announce(header: _Header | None, group: dist.ProcessGroup) -> _Header | None:
-    """Return what the group's first rank says is next; None: nothing. Only that rank's argument counts."""
+    """Broadcast the first rank's header; return it on all ranks. None: no bucket follows. Other ranks' arguments are
+    ignored."""
     header_of_rank: list[_Header | None] = [header]
     dist.broadcast_object_list(header_of_rank, dist.get_global_rank(group, 0), group=group)
     return header_of_rank[0]
 
 
 def groups_of(members: Sequence[Sequence[int]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make torch's groups of these ranks. Collective over all ranks of the policy, each with the same argument."""
+    """Make torch groups of these ranks, and return those that this rank is in. Collective over all ranks of the policy,
+    with the same argument on each."""
     groups = {tuple(ranks): dist.new_group(list(ranks)) for ranks in members}
     mine = dist.get_rank()
     return {ranks: group for ranks, group in groups.items() if mine in ranks}
@@ -94,7 +98,7 @@ async def _push_all(buckets: Iterable[WeightBucket], plan: SendPlan, connect: Co
     started, num_bytes = time.perf_counter(), 0
     failures: dict[str, SendFailure] = {}
     async with connect() as post:
-        for bucket in buckets:  # nothing else is on this event loop that would wait for the gathering
+        for bucket in buckets:  # blocks the event loop while gathering, but nothing else runs on it
             if not bucket.data.is_cuda:
                 refusal = SendFailure("group", "engine.sglang.sync tensor needs weights on a GPU")
                 failures = dict.fromkeys((target.name for target in plan.targets), refusal)
@@ -117,7 +121,7 @@ async def _push_bucket(bucket: WeightBucket, plan: SendPlan, post: Post) -> dict
 
 
 def handles_of(tensors: list[tuple[str, Tensor]]) -> bytes:
-    """Return a pickle of (name, handle of the tensor's memory), for one receiver."""
+    """Return a pickle of [(name, handle of the tensor's memory)], for one receiver."""
     buffer = io.BytesIO()
     _HandlePickler(buffer).dump(tensors)
     return buffer.getvalue()

@@ -1,6 +1,6 @@
-"""What a weight sync has between its two ends: what is to be sent to whom, or written; what was sent, and who failed.
+"""What passes between the two ends of a weight sync: what to send to whom, or to write; what was sent, and who failed.
 
-An engine makes a SendPlan, or WeightFiles where it reads files; WeightSync hands it to the policy, whose ranks send or
+An engine makes a SendPlan, or WeightFiles if it reads files; WeightSync hands it to the policy, whose ranks send or
 write; their SendReport goes back to the engine. Holds records only.
 """
 
@@ -15,17 +15,17 @@ from typing import Any, Literal, Protocol
 Post = Callable[[str, str, Mapping[str, Any], float], Awaitable[Any]]
 """(url, path, JSON body, deadline in seconds) -> JSON answer. Raises EngineError."""
 Connect = Callable[[], AbstractAsyncContextManager[Post]]
-"""Opens connections to servers, in one event loop: they are used again until it is left."""
+"""Opens connections to servers, in one event loop; they are kept and reused until its block is left."""
 
 ORIGIN_FILE = "megatron_daro.json"
-"""In a directory of files that are the result of a run: {"step": optimizer steps}."""
+"""File {"step": optimizer steps} in a directory of weights that are the result of a run."""
 
 NORM = "norm.weight"
 _HASHED = (NORM, "o_proj.weight")
-"""Ends of the names of tensors that a server keeps as they are and that are cheap to hash: they are compared."""
+"""Name endings of the tensors whose checksums are compared: servers keep these unfused, and they are cheap to hash."""
 NOT_COMPARED = ("qkv_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head", "experts")
-"""Parts of the names that a server is not asked for, none of them in a name that is compared: tensors that it fuses,
-or that are large."""
+"""Name parts of tensors that a server need not hash, since it fuses them or they are large; no name that is compared
+contains one."""
 
 
 class _Remote(Protocol):
@@ -42,8 +42,8 @@ class ReceivingWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A receiver: its name; address of a server; its first rank in the group, and its number of ranks; worker: for the
-    transport `ray`."""
+    """A receiver. url: address of a server. rank_offset: its first rank in the group; ranks: how many it has there.
+    worker: for the transport `ray`."""
 
     name: str
     url: str = ""
@@ -61,9 +61,9 @@ class SendPlan:
     """Everything that one export is to send.
 
     transport: by its name in config/transports.py. bucket_bytes: limit of a bucket. timeout_s: of each call and each
-    broadcast. digest_dtype: that of the receivers, such as "bfloat16"; the report then has digests of some tensors.
-    fp8_blocks: names of the matrices that go as fp8 blocks, with `{layer}` and `{expert}` for numbers. details: what
-    the sender of this transport alone reads: `planned` in engine/sglang/receiving.py has them.
+    broadcast. digest_dtype: dtype of the receivers, such as "bfloat16", if the report is to have digests of some
+    tensors; else "". fp8_blocks: names of the matrices that are sent as fp8 blocks, with `{layer}` and `{expert}` for
+    numbers. details: what only the sender of this transport reads; set by `planned` in engine/sglang/receiving.py.
     """
 
     transport: str
@@ -77,7 +77,7 @@ class SendPlan:
 
     @property
     def world_size(self) -> int:
-        """Ranks of a group: one sender and those of all servers."""
+        """Ranks of the broadcast group: one sender and the ranks of all servers."""
         return 1 + sum(target.ranks for target in self.targets)
 
 
@@ -85,9 +85,9 @@ class SendPlan:
 class WeightFiles:
     """A Hugging Face checkpoint that the ranks are to write.
 
-    directory: has all of it or is not there. file_bytes: limit of a file. remedy: what to do when it cannot be written,
-    for the message. step: that the weights are of, where they are the result of a run (see `ORIGIN_FILE`).
-    digest_dtype: as in a SendPlan.
+    directory: appears when the checkpoint is complete, not before. file_bytes: limit of a file. remedy: for the error
+    message, what to do if it cannot be written. step: of the weights, if they are the result of a run (see
+    `ORIGIN_FILE`). digest_dtype: as in a SendPlan.
     """
 
     directory: Path
@@ -102,8 +102,9 @@ class WeightFiles:
 class SendFailure:
     """Why a receiver did not get everything.
 
-    kind: "refused": it had the bytes and will not take them: its own fault (in a broadcast only where nobody else had
-    trouble); "unanswered": no answer came from it; "group": what carried the bytes to everyone broke, whoever broke it.
+    kind: "refused": it refused the weights, which is its own fault (in a broadcast, a refusal counts as such only if
+    nothing else failed); "unanswered": no answer came from it; "group": the connection that carried the bytes broke,
+    whoever broke it.
     """
 
     kind: Literal["refused", "unanswered", "group"]
@@ -115,8 +116,9 @@ class SendFailure:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Of a tensor as it was sent, in its dtype, and as it is in the receivers' dtype: first 16 hex digits of sha256, as
-    servers on a CPU have them; with `on_device` a sum that was taken on a GPU, which only equals itself."""
+    """Digests of a tensor. sent: in the dtype it was sent in, `dtype`; received: cast to the receivers' dtype. Each is
+    the first 16 hex digits of sha256, as servers on a CPU compute it; with `on_device` a sum that was taken on a GPU,
+    comparable only with other such sums."""
 
     dtype: str
     sent: str
@@ -126,9 +128,10 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What was sent. digests: of some tensors by HF name. fp8_blocks: HF names of the matrices that went as fp8
-    blocks. files: HF name -> (file name, bytes), of what was written. failures: receiver -> what went wrong; if there
-    is one, none may be taken to have the new weights, unless they are `apart`: then all others have them."""
+    """What was sent. digests: of some tensors by HF name. fp8_blocks: HF names of the matrices that were sent as fp8
+    blocks. files: HF name -> (file name, bytes), of what was written. failures: receiver -> what went wrong. apart:
+    failures are independent: all receivers without one have the new weights; otherwise a single failure means that no
+    receiver can be assumed to have them."""
 
     num_bytes: int = 0
     send_s: float = 0.0
@@ -139,11 +142,11 @@ class SendReport:
     apart: bool = False
 
     def joined(self, other: SendReport) -> SendReport:
-        """Both together: those of two pipeline stages, which send one after the other."""
+        """Return the sum with another pipeline stage's report: stages send one after the other, so times add up."""
         return replace(self.beside(other), send_s=self.send_s + other.send_s)
 
     def beside(self, other: SendReport) -> SendReport:
-        """Both together: those of two ranks that sent at the same time."""
+        """Return the sum with the report of another rank that sent at the same time."""
         return SendReport(
             num_bytes=self.num_bytes + other.num_bytes,
             send_s=max(self.send_s, other.send_s),

@@ -1,11 +1,11 @@
 """Weight sync, step by step: the policy exports, an engine receives, and both are compared.
 
-The controller publishes before the first batch and after every batch; an engine asks for it when a receiver comes back,
-unless policy and engine share GPUs. The policy exports what a plan says and scores probes, the engine prepares
-receivers, installs what arrives, compares checksums where it has them, and answers probes; whether a receiver's
-log-probs are those of the new weights is judged here. A receiver whose weights are not known to be those of its version
-does not generate. A receiver is what has weights of its own: a server, a replica of the embedded engine, or an engine
-of one's own.
+A receiver is whatever holds a copy of the weights: a server, a replica of the embedded engine, or an engine of your
+own. The controller publishes before the first batch and after every batch; the engine asks for another sync when a
+receiver comes back, unless policy and engine share GPUs. The policy exports what a plan says and scores probes; the
+engine prepares receivers, installs what arrives, compares checksums where it has them, and answers probes; this file
+has check.py judge whether a receiver's log-probs are those of the new weights. A receiver that is not known to have the
+weights of its version does not generate.
 
 GPUs that the policy and the engine share: colocation.py.
 """
@@ -30,16 +30,18 @@ _TRIES = 3
 
 
 class WeightExporter(Protocol):
-    """Whoever has the policy's weights: it only exports. WorkerError: a rank died and is not replaced."""
+    """What a weight sync needs of the policy. All methods raise WorkerError if a rank died and is not replaced."""
 
-    def hold(self, new_version: int | None = None) -> AbstractAsyncContextManager[int]:
-        """While it is held the weights do not change, and the calls below may be made. Yields the weights' version,
-        the number of the last optimizer step; `new_version`, where given, is what they are called from now on."""
+    version: int
+    """Of the weights: the number of the last optimizer step. Set by `WeightSync.publish`, and by each step."""
+
+    def hold(self) -> AbstractAsyncContextManager[None]:
+        """Keep the weights unchanged within the block; the calls below are allowed only there."""
         ...
 
     async def export(self, plan: SendPlan) -> SendReport:
-        """Send everything as the plan says. Failures of receivers are reported. SyncError: the weights cannot go this
-        way; LostSenderError: a rank died meanwhile, and was replaced."""
+        """Send everything as the plan says. Failures of receivers are reported, not raised. SyncError: the weights
+        cannot be sent by this transport; LostSenderError: a rank died meanwhile, and was replaced."""
         ...
 
     async def write(self, files: WeightFiles) -> SendReport:
@@ -49,59 +51,59 @@ class WeightExporter(Protocol):
     async def logprobs_of(
         self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False
     ) -> list[np.ndarray]:
-        """float32 [R] log-probs of each rollout's response under these weights; base: without adapters."""
+        """Return float32 [R] log-probs of each rollout's response under these weights; base: without adapters."""
         ...
 
 
 class ReceiverUpdate(Protocol):
-    """One update of some receivers. WeightSync calls the steps in this order. A receiver that fails one is given up, or
-    the step raises SyncError; then `abandon` is the last call."""
+    """One update of some receivers. WeightSync calls the steps in this order. A step gives up the receivers that fail
+    it, or raises SyncError; after a SyncError `abandon` is the last call."""
 
     async def prepare(self) -> SendPlan | WeightFiles | None:
-        """Stop generation and open the update; what is to be sent to whom, or written. None: no receiver is left.
-        Called up to three times: again after `blame`, and where the sender lost a rank."""
+        """Stop generation and open the update. Returns what to send to whom, or what to write; None if no receiver is
+        left. Called up to three times: again after `blame`, and after the sender lost a rank."""
         ...
 
     async def blame(self, report: SendReport) -> None:
-        """Give up the receivers whose fault a failed sending is; the others are prepared and sent all again, unless
-        failures are apart: then these have everything."""
+        """Give up the receivers that caused a failed send. The others are prepared again and sent everything again,
+        unless `report.apart`: then they have everything already."""
         ...
 
     async def install(self, report: SendReport) -> None:
-        """Put what arrived into place, under the new version. A receiver may generate for the probe, but serves nobody
-        before `accept`."""
+        """Put what arrived into place, under the new version. A receiver may generate for the probe, but serves no
+        other requests before `accept`."""
         ...
 
     async def accept(self) -> Mapping[str, float]:
-        """Let the receivers that are left serve. Returns metrics. Also called where nothing was installed, to say why:
-        nobody was left to be sent to, or each sending failed. SyncError: no receiver is left; LostReceiversError: but
-        one may come back."""
+        """Let the remaining receivers serve. Returns metrics. If nothing was installed, because no receiver was left or
+        every send failed, it is called too, and must raise the reason. SyncError: no receiver is left;
+        LostReceiversError: none is left, but one may come back."""
         ...
 
     def abandon(self, error: SyncError) -> None:
-        """Leaves no receiver generating with weights that nobody knows."""
+        """Make sure that no receiver generates with unknown weights."""
         ...
 
 
 @runtime_checkable
 class ProbedUpdate(Protocol):
-    """A ReceiverUpdate whose receivers are asked, before they serve, what their new weights make of a fixed prompt."""
+    """A ReceiverUpdate whose receivers are probed before they serve: asked for log-probs of a fixed text."""
 
     async def probe(self) -> Mapping[str, ProbeAnswer]:
-        """Return what each receiver makes of it; empty where that is not asked for."""
+        """Return each receiver's answer, by name; empty if probing is off."""
         ...
 
     def reject(self, name: str, reason: str) -> None:
-        """Give this receiver up: its weights are not the policy's."""
+        """Give up this receiver: its weights are not the policy's."""
         ...
 
 
 class WeightInstaller(Protocol):
-    """An engine, whose receivers get weights."""
+    """The side of an engine that puts weights into its receivers."""
 
     def begin_update(self, version: int, only: str | None = None) -> ReceiverUpdate | None:
-        """Begin an update of all receivers, or of the one that came back under this name (None: it does not wait any
-        more).
+        """Begin an update of all receivers, or, with `only`, of the receiver of this name that came back. Returns None
+        if that one no longer waits for weights.
 
         Raises:
             EngineError: the engine is not running. WorkerError: its processes died too often.
@@ -109,7 +111,8 @@ class WeightInstaller(Protocol):
         ...
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
-        """Call `call` with the name of each receiver that comes back, unless the next update brings the weights."""
+        """Call `call` with the name of each receiver that comes back, except where it gets its weights by the next
+        update of all."""
         ...
 
 
@@ -125,7 +128,7 @@ class WeightSync:
     """Brings the weights of one policy to one engine."""
 
     def __init__(self, policy: WeightExporter, engine: WeightInstaller) -> None:
-        """Send nothing."""
+        """Register for receivers that come back; send nothing yet."""
         self._policy, self._engine = policy, engine
         self._check = UpdateCheck()
         self._one_at_a_time = asyncio.Lock()
@@ -133,13 +136,14 @@ class WeightSync:
         engine.when_back(self._catch_up)
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """Make the engine generate with the policy's weights, under this version. Where all receivers are lost
-        meanwhile, those that came back get them in another update, up to the third. Returns metrics.
+        """Make the engine generate with the policy's weights, under this version. If all receivers are lost meanwhile
+        but some may come back, the update is repeated for these, up to three updates in all. Returns metrics.
 
         Raises:
             SyncError: no receiver took them. EngineError, WorkerError: all are gone.
         """
-        async with self._one_at_a_time, self._policy.hold(new_version=version):
+        async with self._one_at_a_time, self._policy.hold():
+            self._policy.version = version
             self._published = True
             for _ in range(_TRIES - 1):
                 with contextlib.suppress(LostReceiversError):
@@ -152,11 +156,11 @@ class WeightSync:
         return await self._run(update)
 
     async def _catch_up(self, name: str) -> None:
-        """Give a receiver that came back the weights as they are now."""
+        """Give a receiver that came back the current weights."""
         if not self._published:
             return
-        async with self._one_at_a_time, self._policy.hold() as version:
-            update = self._engine.begin_update(version, only=name)
+        async with self._one_at_a_time, self._policy.hold():
+            update = self._engine.begin_update(self._policy.version, only=name)
             if update is not None:
                 with contextlib.suppress(SyncError):  # it was given up again, and the engine knows why
                     await self._run(update)
@@ -177,8 +181,8 @@ class WeightSync:
             raise
 
     async def _sent(self, update: ReceiverUpdate) -> SendReport | None:
-        """Return the report of a sending that went well for all who are left, in up to three tries; None where there
-        was none."""
+        """Send or write the weights, in up to three tries. Returns the report of a try in which every remaining
+        receiver got everything; None if there was none, or no receiver was left."""
         for tried in range(_TRIES):
             plan = await update.prepare()
             if plan is None:
@@ -187,7 +191,7 @@ class WeightSync:
                 return await self._policy.write(plan)
             try:
                 report = await self._policy.export(plan)
-            except LostSenderError:  # the weights are there again: receivers are prepared and sent all again
+            except LostSenderError:  # the rank's replacement has the weights: prepare the receivers and send again
                 if tried == _TRIES - 1:
                     raise
                 continue
@@ -199,7 +203,7 @@ class WeightSync:
         return None
 
     async def _compared(self, update: ReceiverUpdate, report: SendReport) -> Mapping[str, float]:
-        """Receivers whose answers are not those of the policy's new weights are rejected. Returns metrics."""
+        """Reject receivers whose answers do not come from the policy's new weights. Returns metrics."""
         if not isinstance(update, ProbedUpdate) or not (answers := await update.probe()):
             return {}
         scores, base_R = await self._scores(answers), None
@@ -212,7 +216,7 @@ class WeightSync:
         return {"sync/verified": float(len(outcome.verified))}
 
     async def _scores(self, answers: Mapping[str, ProbeAnswer]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Name -> the policy's log-probs of (fixed tokens, sampled tokens)."""
+        """Return name -> the policy's log-probs of (fixed tokens, sampled tokens)."""
         fixed = next(iter(answers.values())).fixed
         sampled, temperature = [a.sampled for a in answers.values()], next(iter(answers.values())).temperature
         if temperature == 1.0:

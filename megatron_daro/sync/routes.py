@@ -1,9 +1,9 @@
-"""Which ranks hand weights out to which servers, where handles of GPU memory go to several hosts.
+"""Which ranks hand weights out to which servers, if handles of GPU memory go to servers on several hosts.
 
-A rank on each host hands them out. On the host of the stage's sending rank it is that rank; elsewhere a rank which
-takes part in the export, and so has every tensor, or else one to which the sending rank broadcasts each bucket
-(handles.py). So the bytes reach a host once, whatever the layout and however many servers it has. By most transports
-one rank of a stage sends to all.
+On each host one rank hands them out. On the host of the stage's sending rank this is that rank; elsewhere it is a rank
+that takes part in the export, and so has every tensor, or, if there is none, a rank to which the sending rank
+broadcasts each bucket (handles.py). So the bytes reach each host once, whatever the layout and however many servers it
+has. With most other transports one rank of a stage sends to all servers (`one_route`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_daro.sync.plan import SendPlan, SendReport
 
 @dataclass(frozen=True, slots=True)
 class RankRole:
-    """Where a rank is. exports: it takes part in the export of the stage. sends: it is the first of those."""
+    """host: of a rank. exports: it takes part in the export of the stage. sends: it is the first rank that does."""
 
     host: str
     exports: bool
@@ -27,8 +27,8 @@ class RankRole:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Who hands out what. plans: rank -> servers of its host, for ranks that export; relays: the same for those that
-    are told each bucket by the sender."""
+    """Who hands out what. sender: the stage's sending rank. plans: rank -> plan for its servers, for ranks that export;
+    relays: the same for ranks that get each bucket from the sender."""
 
     sender: int
     plans: Mapping[int, SendPlan]
@@ -36,21 +36,21 @@ class Routes:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks of the group that buckets are broadcast in, the sender first; empty where nothing is."""
+        """Ranks of the group in which buckets are broadcast, the sender first; empty if none are."""
         return (self.sender, *self.relays) if self.relays else ()
 
 
 def one_route(plan: SendPlan, roles: Mapping[int, RankRole]) -> Routes:
-    """Have the sending rank send to all servers. Args: as of `routes`."""
+    """Have the sending rank send to all servers. Args: see `routes`."""
     sender = next(rank for rank, role in roles.items() if role.sends)
     return Routes(sender, {sender: plan})
 
 
 def routes(plan: SendPlan, roles: Mapping[int, RankRole]) -> Routes:
-    """Deal the servers of a plan out to ranks of their hosts.
+    """Assign the servers of a plan to ranks on their hosts.
 
     Args:
-        plan: to all servers. roles: rank -> its role, all ranks of the policy.
+        plan: for all servers. roles: rank -> its role, for all ranks of the policy.
 
     Raises:
         SyncError: a server's host has no rank.
@@ -80,6 +80,6 @@ def routes(plan: SendPlan, roles: Mapping[int, RankRole]) -> Routes:
 
 
 def joined_report(routes: Routes, reports: Mapping[int, SendReport]) -> SendReport:
-    """Return the sender's report with the failures of all: the others sent the same once more."""
+    """Return the sender's report with the failures and the longest time of all: other ranks sent the same weights."""
     failures = {name: failure for report in reports.values() for name, failure in report.failures.items()}
     return replace(reports[routes.sender], failures=failures, send_s=max(report.send_s for report in reports.values()))

@@ -1,31 +1,31 @@
-"""Which entries of which Hugging Face tensor stand where: in the parameters of a trainer's ranks, and of a server's.
+"""Which entries of which Hugging Face tensor are where in the parameters of a trainer's ranks, and of a server's.
 
-Both sides describe a parameter as `Part`s in the coordinates of Hugging Face tensors, so sync/shard_plan.py can say who
-has what another needs. The trainer's side is convert/mapping.py, with the ranks that hold a shard. The server's side is
-SGLang 0.5.23 without quantization, where names are those of `named_parameters()`:
+Both sides describe a parameter as `Part`s in the coordinates of Hugging Face tensors, so sync/shard_plan.py can find
+which rank has what another needs. The trainer's side is convert/mapping.py, with the ranks that hold a shard. The
+server's side is SGLang 0.5.23 without quantization, with the names of `named_parameters()`:
 
-* `self_attn.qkv_proj`: [query heads | key heads | value heads] of the rank; with more ranks than key-value heads each
-  head is on as many consecutive ranks as there are to spare (sglang/srt/layers/linear.py, `QKVParallelLinear.__init__`
-  and `weight_loader`).
+* `self_attn.qkv_proj`: [query heads | key heads | value heads] of the rank; with more ranks than key-value heads, each
+  of these heads is replicated on (ranks / heads) consecutive ranks (sglang/srt/layers/linear.py,
+  `QKVParallelLinear.__init__` and `weight_loader`).
 * `mlp.gate_up_proj`: [gate | up] (`MergedColumnParallelLinear.weight_loader`); `o_proj` and `down_proj` along their
   columns (`RowParallelLinear.weight_loader`).
 * `experts.w13_weight` [experts of the rank, gate then up, hidden] and `experts.w2_weight` [experts, hidden, columns];
   experts go to the ranks of EP in runs (layers/moe/fused_moe_triton/layer.py, `FusedMoE.weight_loader`,
   `_map_global_expert_id_to_local_expert_id`, `_load_w13`; layers/quantization/unquant.py,
   `UnquantizedFusedMoEMethod.create_weights`).
-* `embed_tokens` and `lm_head`: rows in runs, the vocabulary padded to a multiple of 64, or of 64 x TP where that does
-  not divide; SGLang zeroes the padding when it loads, and no weight update touches it
+* `embed_tokens` and `lm_head`: rows in runs, the vocabulary padded to a multiple of 64, or of 64 x TP if TP does not
+  divide that; SGLang zeroes the padding when it loads, and no weight update touches it
   (layers/vocab_parallel_embedding.py, `VocabParallelEmbedding.__init__` and `weight_loader`).
-* On a CPU the columns of an MLP and of an expert are padded to 32 times the ranks, gate and up each for itself
+* On a CPU the columns of an MLP and of an expert are padded to a multiple of 32 times the ranks, gate and up separately
   (configs/update_config.py, `adjust_config_with_unaligned_cpu_tp`).
 The ranks of a server: runtime_context.py, `derive_spawn_ranks`. No server here has DP attention or a pipeline, which
 engine/sglang/command.py refuses.
 
-Kernels that want another order have it from SGLang after an update: between /begin_weight_update and /end_weight_update
-parameters stand as here, for writers that go past its loaders (layers/quantization/unquant.py,
+If kernels need another order, SGLang reorders after an update: between /begin_weight_update and /end_weight_update
+parameters are laid out as described here, for writers that bypass its loaders (layers/quantization/unquant.py,
 `restore_weights_before_loading`; managers/scheduler_components/weight_updater.py, `end_weight_update`).
 
-Refuses layouts that SGLang would not start with, and those whose weights it keeps in another order.
+Refuses layouts with which SGLang would not start, and those whose weights it keeps in another order.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from megatron_daro.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Entries [start, stop) along `dim` of a Hugging Face tensor, whole in the other dimension, as they stand in a
-    parameter: from entry `at` on.
+    """Entries [start, stop) along `dim` of a Hugging Face tensor, all of the other dimensions, in a parameter, where
+    they begin at entry `at`.
 
-    parameter, shape: of the parameter on its rank. lead: place along axes that stand before those of the Hugging Face
-    tensor (the expert's, in a parameter of several).
+    parameter, shape: of the parameter on its rank. lead: index along the parameter's axes before those of the Hugging
+    Face tensor (the expert's, in a parameter of several experts).
     """
 
     parameter: str
@@ -63,13 +63,13 @@ class Part:
 
     @property
     def width(self) -> int:
-        """Entries of the other dimensions of the Hugging Face tensor, all of which stand here."""
+        """Entries of the Hugging Face tensor for each index along `dim`."""
         own = self.shape[len(self.lead) :]
         return own[0] if self.dim == 1 else math.prod(own[1:])
 
     def box(self, start: int, stop: int, rows: range) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (offset, shape) within the parameter of entries [start, stop) of the Hugging Face tensor; where they
-        are columns, of these rows of them."""
+        """Return (offset, shape), within the parameter, of entries [start, stop) of the Hugging Face tensor; if they
+        are columns (`dim` 1), of these rows of them only."""
         at = self.at + start - self.start
         own = self.shape[len(self.lead) :]
         if self.dim == 1:
@@ -87,12 +87,12 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLayout:
-    """How the trainer's model lies on its ranks, which Megatron numbers in the order TP, CP, DP, PP, the fastest first;
-    for experts ETP, EP, replicas, PP (megatron/core/parallel_state.py, `RankGenerator`, 0.16.1).
+    """How the trainer's model is laid out on its ranks. Megatron numbers them in the order TP, CP, DP, PP, the fastest
+    first; for experts ETP, EP, replicas, PP (megatron/core/parallel_state.py, `RankGenerator`, 0.16.1).
 
     parts: for each pipeline stage the layers of each of its virtual parts (config/stages.py, `part_layers`).
     expert_tensor: None: 1 with EP > 1, else TP. padded_vocab: rows of the padded vocabulary.
-    fused_norms: parameters have the names of Transformer Engine's layers; grouped_experts: experts have those of
+    fused_norms: parameters have the names of Transformer Engine's layers; grouped_experts: experts have the names of
     grouped ones (None: as fused_norms).
     """
 
@@ -133,12 +133,12 @@ class TrainerLayout:
         return rank // self.stage_ranks
 
     def holders(self, stage: int, tensor_rank: int) -> tuple[int, ...]:
-        """Return the ranks of a stage with this shard of what is no expert's: its replicas over CP and DP."""
+        """Return the ranks of a stage with this shard of a parameter outside experts: replicas over CP and DP."""
         first = stage * self.stage_ranks
         return tuple(range(first + tensor_rank, first + self.stage_ranks, self.tensor))
 
     def expert_holders(self, stage: int, expert_rank: int, tensor_rank: int) -> tuple[int, ...]:
-        """Return the ranks of a stage with this shard of the experts of this expert-parallel rank."""
+        """Return the ranks of a stage with shard `tensor_rank` of the experts of expert-parallel rank `expert_rank`."""
         first, group = stage * self.stage_ranks, self.expert * self.expert_tensor_size
         place = expert_rank * self.expert_tensor_size + tensor_rank
         return tuple(range(first + place, first + self.stage_ranks, group))
@@ -146,7 +146,8 @@ class TrainerLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLayout:
-    """How a server's model lies on its ranks: SGLang's `tp_size`, `ep_size`, and whether its `device` is a CPU."""
+    """How a server's model is laid out on its ranks. tensor, expert: SGLang's `tp_size` and `ep_size`. on_cpu: its
+    `device` is a CPU."""
 
     tensor: int = 1
     expert: int = 1
@@ -154,11 +155,11 @@ class ServerLayout:
 
     @property
     def expert_tensor(self) -> int:
-        """Ranks that each expert is cut over."""
+        """Over how many ranks each expert is cut."""
         return self.tensor // self.expert
 
     def columns(self, width: int, ranks: int) -> int:
-        """Return how many columns of an MLP or an expert each of its ranks has room for."""
+        """Return how many of the `width` columns of an MLP or an expert each of `ranks` ranks has, padding included."""
         multiple = self.tensor * _CPU_COLUMNS if self.on_cpu else 1
         return -(-width // multiple) * multiple // ranks
 
@@ -167,7 +168,7 @@ _CPU_COLUMNS = 32
 """DEFAULT_MOE_PADDING_SIZE of configs/update_config.py."""
 _SAME_ORDER: Mapping[str, frozenset[object]] = {
     "moe_runner_backend": frozenset(("auto", "triton", "flashinfer_trtllm", "flashinfer_trtllm_routed")),
-    # flashinfer_cutlass has up before gate (unquant.py, `load_up_proj_weight_first`), triton_kernels turns them over
+    # flashinfer_cutlass has up before gate (unquant.py, `load_up_proj_weight_first`), triton_kernels transposes them
     "moe_a2a_backend": frozenset(("none",)),
     "ep_num_redundant_experts": frozenset((0,)),
     "enable_eplb": frozenset((False,)),
@@ -181,15 +182,15 @@ _SAME_ORDER: Mapping[str, frozenset[object]] = {
     "torchao_config": frozenset(("", None)),
     "weight_cache_mode": frozenset(("off",)),  # refuses weight updates (weight_updater.py)
 }
-"""Arguments of a server under which each parameter keeps the order that it was loaded in, with their values."""
+"""Arguments of a server -> the values with which each parameter keeps the order in which it was loaded."""
 _ALIASES = {"expert_parallel_size": "ep_size", "ep": "ep_size"}
 
 
 def server_layout(shape: ModelShape, arguments: Mapping[str, Any]) -> ServerLayout:
-    """Return the layout of a server with these arguments (names with underscores; what is absent has its default).
+    """Return the layout of a server with these arguments (names with underscores; absent ones have their defaults).
 
     Raises:
-        ModelError: it would not start, or keeps its weights in an order that is not known here.
+        ModelError: the server would not start, or keeps its weights in an order that is not known here.
     """
     arguments = {_ALIASES.get(name, name): value for name, value in arguments.items()}
     for name, known in _SAME_ORDER.items():
@@ -209,7 +210,7 @@ def server_layout(shape: ModelShape, arguments: Mapping[str, Any]) -> ServerLayo
 
 
 def _check(shape: ModelShape, layout: ServerLayout) -> None:
-    """Raise ModelError where SGLang would refuse the sizes, or cut them in a way that is not known here."""
+    """Raise ModelError if SGLang would refuse the sizes, or cut them in a way that is not known here."""
 
     def refuse(got: str, allowed: str) -> ModelError:
         return ModelError(f"shard-to-shard sync: a server of {got}; allowed: {allowed}. Change engine.sglang")
@@ -217,7 +218,7 @@ def _check(shape: ModelShape, layout: ServerLayout) -> None:
     if layout.tensor % layout.expert:
         raise refuse(f"tp_size {layout.tensor} and ep_size {layout.expert}", "an ep_size that divides tp_size")
     ranks, groups = layout.tensor, shape.kv_heads
-    # On a CPU, heads that do not divide are padded.
+    # On a CPU, SGLang pads heads that the ranks do not divide, a layout that is not known here.
     if shape.heads % ranks or (groups % ranks and (layout.on_cpu or ranks % groups)):
         raise refuse(
             f"tp_size {ranks}, {shape.heads} heads and {groups} key-value heads",
@@ -245,10 +246,10 @@ def _check(shape: ModelShape, layout: ServerLayout) -> None:
 
 
 def trainer_parts(shape: ModelShape, layout: TrainerLayout) -> Iterator[HeldPart]:
-    """Yield every part of every parameter of the trainer, with the ranks that hold it; padding left out.
+    """Yield every part of every parameter of the trainer, with the ranks that hold it; padding is left out.
 
     Raises:
-        ModelError: sizes that do not divide, or a layer in no stage or in two.
+        ModelError: sizes do not divide, or a layer is in no stage or in two.
     """
     stages = len(layout.parts)
     stage_of = {layer: p for p, parts in enumerate(layout.parts) for layers in parts for layer in layers}
@@ -290,8 +291,8 @@ def _held_parts(rule: TensorRule, shape: ModelShape, layout: TrainerLayout, stag
 
 
 def server_parts(shape: ModelShape, layout: ServerLayout, rank: int) -> Iterator[Part]:
-    """Yield every part of every parameter of one rank of a server; the padding of a vocabulary is in none, and the part
-    of a rank that has nothing but padding is empty.
+    """Yield every part of every parameter of one rank of a server. Padding is in no part; if a rank has only padding of
+    a tensor, its part is empty.
 
     Args:
         rank: 0 <= rank < layout.tensor.
@@ -323,7 +324,7 @@ def _vocab_part(rule: TensorRule, layout: ServerLayout, rank: int) -> Iterator[P
 
 
 def _cut_parts(rule: TensorRule, layout: ServerLayout, rank: int) -> Iterator[Part]:
-    """Yield the parts of an attention's or a dense MLP's parameter."""
+    """Yield the parts of a parameter of attention or of a dense MLP."""
     is_attention = ".self_attn." in rule.hf_names[0]
     size, dim = layout.tensor, rule.dim
     starts, lengths = [], []
@@ -359,5 +360,5 @@ def _expert_parts(rule: TensorRule, shape: ModelShape, layout: ServerLayout, ran
 
 
 def _fused_name(hf_name: str) -> str:
-    """Return the name of the parameter that holds a first one of several tensors, or a tensor by itself."""
+    """Return the name of the server's parameter for a tensor: fused if it is the first of several, else its own."""
     return hf_name.replace(".q_proj.", ".qkv_proj.").replace(".gate_proj.", ".gate_up_proj.")

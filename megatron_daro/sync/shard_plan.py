@@ -1,13 +1,13 @@
-"""Who of the trainer's ranks writes which bytes into which rank of which server.
+"""Which of the trainer's ranks writes which bytes into which rank of which server.
 
-Layouts of both sides (sync/shard_layouts.py) -> `ShardPlan` -> the writes of each rank. It is made once, from sizes
-alone. Every entry of every server parameter is written exactly once (padding never), by a rank that holds it.
+Layouts of both sides (sync/shard_layouts.py) -> `ShardPlan` -> the writes of each rank. The plan is made once, from
+sizes alone. Every entry of every server parameter is written exactly once (padding never), by a rank that holds it.
 
 Ranks that hold the same shards are a cell: replicas over data and context, all ranks of a stage for a norm, ranks of
 the first and the last stage for a tied embedding. What a cell has to send, to one server after the other, is one run of
-bytes; each of its ranks sends a stretch of it. Cells of few ranks go first, later ones fill up the ranks that have
-less, so that within a stage all send alike. Between stages nothing can be evened out: a rank sends only what it holds.
-`Balance.floor` says how even any plan could be.
+bytes, and each of its ranks sends a stretch of it. Cells of few ranks are shared out first; later ones fill up the
+ranks that have less to send, so that all ranks of a stage send about as much. Between stages nothing can be balanced,
+since a rank sends only what it holds. `Balance.floor` says how even any plan could be.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A box of a sender's parameter `source`, to be written into a box of `target` on one rank of one server, where it
-    has the shape `target_shape`. The boxes hold as many entries in the same order; that of the target may have a first
-    axis of length 1 more."""
+    """A box of a sender's parameter `source`, to be written into a box of parameter `target`, of shape `target_shape`,
+    on one rank of one server. Both boxes have the same entries in the same order; the target's may have an additional
+    first axis of length 1."""
 
     server: int
     rank: int
@@ -49,7 +49,7 @@ class Write:
 
     @property
     def entries(self) -> int:
-        """How many are written."""
+        """How many entries are written."""
         return math.prod(self.source_box[1])
 
 
@@ -57,8 +57,8 @@ class Write:
 class Balance:
     """Bytes that each rank sends or receives in one sync.
 
-    sent: [trainer's ranks]. received: [ranks of a server], alike for all. links: pairs of a sender and a receiver.
-    floor: the most that some rank has to send in any plan, by what only it and its peers hold.
+    sent: [trainer's ranks]. received: [ranks of a server], the same for all servers. links: pairs of a sender and a
+    receiver. floor: in any plan, the busiest rank sends at least this, given what only it and its peers hold.
     """
 
     sent: tuple[int, ...]
@@ -68,18 +68,19 @@ class Balance:
 
     @property
     def over_mean(self) -> float:
-        """The busiest sender's bytes over the mean."""
+        """The busiest sender's bytes divided by the mean."""
         return max(self.sent) * len(self.sent) / sum(self.sent)
 
     @property
     def floor_over_mean(self) -> float:
-        """The same of the most even plan that layouts allow, at least."""
+        """A lower bound of `over_mean` for any plan of these layouts."""
         return self.floor * len(self.sent) / sum(self.sent)
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Entries [start, stop) of a Hugging Face tensor for one rank of each server."""
+    """Entries [start, stop) along `dim` of a Hugging Face tensor for one rank of each server. target: the server's part
+    they go to. sources: the trainer's parts that have them."""
 
     rank: int
     start: int
@@ -89,12 +90,12 @@ class _Unit:
 
     @property
     def entries(self) -> int:
-        """How many numbers it has."""
+        """How many numbers they are."""
         return (self.stop - self.start) * self.target.width
 
     @property
     def slices(self) -> int:
-        """How many slices it can be cut into: rows of the box."""
+        """Into how many slices, which are rows, the unit can be cut."""
         return self.target.width if self.target.dim == 1 else self.stop - self.start
 
     def write(self, sender: int, server: int, first: int, last: int) -> Write:
@@ -110,12 +111,13 @@ class _Unit:
 
 @dataclass(slots=True)
 class _Cell:
-    """Units that the same ranks hold, one server's, and which stretch of all servers' bytes each rank sends."""
+    """Units, for one server, that the same ranks hold. stretches: which entries of the run for all servers each rank
+    sends, as rank -> (start, stop)."""
 
     ranks: tuple[int, ...]
     units: list[_Unit] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    """Entries up to the end of each unit."""
+    """Entries for one server up to the end of each unit."""
     stretches: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def size(self) -> int:
@@ -129,10 +131,10 @@ class ShardPlan:
     def __init__(
         self, shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, servers: int, *, itemsize: int = 2
     ) -> None:
-        """Make it; nothing is sent.
+        """Make the plan; send nothing.
 
         Args:
-            shape: of the model. trainer, server: the layouts; servers: how many, all alike.
+            shape: of the model. trainer, server: the layouts. servers: how many there are, all with the same layout.
             itemsize: bytes of an entry, in the servers' dtype.
 
         Raises:
@@ -145,7 +147,8 @@ class ShardPlan:
             self._share_out(cell)
 
     def writes(self, sender: int) -> Iterator[Write]:
-        """Yield what a rank of the trainer writes. Each begins with another receiver, so that none has all at once."""
+        """Yield the writes of a trainer's rank. Ranks begin with different receivers, so that no receiver gets all at
+        once."""
         stretches = [(cell, cell.stretches[sender]) for cell in self._cells if sender in cell.stretches]
         own = [write for cell, (start, stop) in stretches for write in self._cut(cell, sender, start, stop)]
         receivers = sorted({(write.server, write.rank) for write in own})
@@ -174,7 +177,7 @@ class ShardPlan:
         return list(cells.values())
 
     def _share_out(self, cell: _Cell) -> None:
-        """Give each rank of a cell its stretch, the more the less it has to send already."""
+        """Give each rank of a cell its stretch, a longer one to ranks that have less to send so far."""
         at = 0
         for rank, share in zip(
             cell.ranks, _filled([self._loads[r] for r in cell.ranks], self._total(cell)), strict=True
@@ -190,7 +193,7 @@ class ShardPlan:
         return cell.size() * self._servers
 
     def _rounded(self, cell: _Cell, position: int) -> int:
-        """Return the last position up to this one at which a unit can be cut."""
+        """Return the last position, not beyond this one, at which a unit can be cut."""
         if position == self._total(cell):
             return position
         server, entry = divmod(position, cell.size())
@@ -224,7 +227,8 @@ class ShardPlan:
         return found
 
     def _floor(self) -> float:
-        """Return the most that some rank has to send in any plan: the mean of every cell, stage, and of all."""
+        """Return a lower bound, in entries, of what the busiest rank sends in any plan: the largest mean per rank over
+        the ranks of any cell, of any stage, and over all ranks."""
         by_group: dict[tuple[int, ...], int] = {}
         for cell in self._cells:
             stages = {self._trainer.stage_of(rank) for rank in cell.ranks}
@@ -239,7 +243,8 @@ class ShardPlan:
 
 
 class _Held:
-    """The trainer's parts by Hugging Face tensor; equal ones of several parameters or stages are one."""
+    """The trainer's parts by Hugging Face tensor; parts with the same entries, from several parameters or stages, are
+    grouped."""
 
     def __init__(self, shape: ModelShape, layout: TrainerLayout) -> None:
         by_name: dict[str, dict[int, list[HeldPart]]] = {}
@@ -249,10 +254,10 @@ class _Held:
         self._ranks: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
 
     def overlaps(self, wanted: Part) -> Iterator[tuple[int, int, tuple[HeldPart, ...], tuple[int, ...]]]:
-        """Yield (start, stop, the parts that have it, their ranks), in order and without a gap.
+        """Yield (start, stop, the parts that have these entries, their ranks), in order and without a gap.
 
         Raises:
-            ModelError: there is no such tensor, or a gap.
+            ModelError: the trainer has no such tensor or only some of the entries, or its ranks cut it differently.
         """
         at = wanted.start
         for start, parts in self._by_name.get(wanted.hf_name, []):
@@ -267,7 +272,7 @@ class _Held:
             raise ModelError(f"{wanted.hf_name}: no rank of the trainer has its entries from {at} on")
 
     def _all_ranks(self, parts: list[HeldPart]) -> tuple[int, ...]:
-        """Return the ranks of all parts: one tuple for each set of them."""
+        """Return the ranks of all parts, ascending; equal inputs give the same tuple object."""
         key = tuple(held.ranks for held in parts)
         if key not in self._ranks:
             self._ranks[key] = tuple(sorted({rank for ranks in key for rank in ranks}))
@@ -275,9 +280,9 @@ class _Held:
 
 
 def _filled(loads: list[int], amount: int) -> list[int]:
-    """Return how much of the amount each gets, so that all come to the same level or have more already."""
+    """Return how much of the amount each gets, so that all reach the same level, except those already above it."""
     order = sorted(range(len(loads)), key=loads.__getitem__)
-    count, below = 0, 0  # so many are under the level, with so much of their own
+    count, below = 0, 0  # how many are below the level, and the sum of their loads
     while count < len(order) and count * loads[order[count]] - below < amount:
         below += loads[order[count]]
         count += 1

@@ -1,13 +1,13 @@
 """The sending end of a sync from shards to shards: each rank of the trainer serves what the plan has it send.
 
-A rank listens (`ShardSender.offer`); one of them tells each server by HTTP where its ranks find their senders; these
-connect, and each connection carries what one sender has for one receiver, or says when Mooncake's transfer engine has
-carried it from GPU to GPU (`engine.sglang.shards_over`). The receiving end, which runs inside SGLang, and what travels
-on a connection: in_server/megatron_daro_shards.py. A pair that fails fails alone: everyone else's bytes arrive, and the
-report names the servers that lack some. A server answers its call when all of its ranks are through; who has not
-connected by then never will.
+Each rank listens (`ShardSender.offer`); one of them tells each server by HTTP where the server's ranks find their
+senders. The server's ranks connect, and each connection carries what one sender has for one receiver, or, if Mooncake's
+transfer engine carries it from GPU to GPU (`engine.sglang.shards_over`), says when a part has been written. The
+receiving end, which runs inside SGLang, and the protocol of a connection: in_server/megatron_daro_shards.py. If one
+pair fails, the bytes of all others still arrive, and the report names the servers that lack some. A server answers its
+call when all of its ranks have finished; a rank that has not connected by then never will.
 
-Only who was told the key, which is new for each update, is given anything.
+Only a connection that shows the key, which is new for each update, is given anything.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ from megatron_daro.sync.in_server.megatron_daro_shards import (
     start_of_checksum,
 )
 from megatron_daro.sync.plan import Connect, Post, SendFailure, SendPlan, SendReport
-from megatron_daro.sync.sender import in_thread
 from megatron_daro.sync.shard_plan import Box, Write
+from megatron_daro.sync.transport_sender import in_thread
 
 ServerRank = tuple[int, int]
-"""(server, its rank): the server by its place among the targets of the plan. A receiver is here one of these."""
+"""(server, its rank), the server by its place among the targets of the plan. "Receiver" means one of these here."""
 
 _PIECE_BYTES = 2**24
-# Servers were just asked to open the update: those that still answer ask their ranks to connect at once.
+# Servers have just answered the opening of the update: those that still live have their ranks connect at once.
 _LONGEST_JOIN_S = 60.0
 _TELL_S = 5.0
 _NOT_CONNECTED = "it did not connect (can its host reach the trainer's, at ports that the system chooses?)"
 _BACKLOG = 1024
-# Of a connection that has not shown the key yet.
+# Limit of the first message, in bytes, since its sender has not shown the key yet.
 _LONGEST_HELLO = 2**16
 _PROTOCOLS = {"rdma": "rdma", "mooncake_tcp": "tcp"}
-"""engine.sglang.shards_over -> Mooncake's name of it."""
-# Connections that have memory at once for Mooncake to write from: 16 MiB of the device each.
+"""engine.sglang.shards_over -> Mooncake's name of the protocol."""
+# How many connections may have memory for Mooncake to write from at once: 16 MiB of the device each.
 _AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Where a rank waits, what must be shown there, and how many entries it has for whom. wanted: how many each rank of
-    a server has in all, by this rank's plan."""
+    """What one rank offers. host, port: where it listens. key: to be shown there. entries: how many it has for each
+    receiver. wanted: how many each rank of a server has in all, by this rank's plan."""
 
     host: str
     port: int
@@ -84,29 +84,28 @@ class Offer:
 
 
 class ShardSender:
-    """One rank's end. `close` it, or it stays listening."""
+    """The sending end on one rank. `close` it, or it keeps listening."""
 
     def __init__(self, host: str, connect: Connect) -> None:
-        """Listen to nothing. Args: host: address of this rank as servers reach it. connect: to servers."""
+        """Do not listen yet. Args: host: address of this rank as servers reach it. connect: to servers."""
         self._host, self._connect = host, connect
         self._serving: _Serving | None = None
 
     def offer(self, writes: Iterable[Write], wanted: tuple[int, ...]) -> Offer:
-        """Begin to listen for those that these writes are for; an earlier offer is withdrawn. Args: wanted: see
-        `Offer`."""
+        """Begin to listen for the receivers of these writes; withdraw an earlier offer. Args: wanted: see `Offer`."""
         self.close()
         self._serving = _Serving(self._host, writes, wanted)
         return self._serving.offer
 
     def send(self, tensors: Mapping[str, Tensor], plan: SendPlan, offers: Sequence[Offer] = ()) -> SendReport:
-        """Serve everyone of the offer; blocks until each has everything or has failed.
+        """Serve all receivers of the offer; block until each has everything or has failed.
 
         Args:
             tensors: this rank's parameters by the names in the writes; they must not change meanwhile.
-            plan: to whom. offers: of all ranks, on the one rank that is to call the servers.
+            plan: its targets are the servers. offers: of all ranks, on the rank that is to call the servers; else none.
 
         Returns:
-            The report, whose failures concern their servers alone.
+            The report; a failure affects its own server only (`apart`).
         """
         serving = self._serving
         assert serving is not None, "offer comes first"
@@ -117,7 +116,7 @@ class ShardSender:
             self.close()
 
     def close(self) -> None:
-        """Withdraw the offer; who is being served loses the connection. May be called twice, from any thread."""
+        """Withdraw the offer and cut the connections that are being served. May be called twice, from any thread."""
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.close()
@@ -127,7 +126,7 @@ class ShardSender:
             await asyncio.gather(*(self._call(post, plan, offers, server) for server in range(len(plan.targets))))
 
     async def _call(self, post: Post, plan: SendPlan, offers: Sequence[Offer], server: int) -> None:
-        """Have a server's ranks connect; its senders are told how that ended."""
+        """Have a server's ranks connect; when its call has ended, tell all its senders how."""
         target = plan.targets[server]
         requests = [request_for((server, rank), offers, plan.timeout_s) for rank in range(target.ranks)]
         loader = TRANSPORTS[plan.transport].loader
@@ -142,7 +141,7 @@ class ShardSender:
 
 
 def check_offers(offers: Sequence[Offer], servers: int) -> None:
-    """Look whether every rank of every server is offered exactly what it has. Raises SyncError: plans differ."""
+    """Check that each rank of each server is offered as many entries as it has. Raises SyncError: plans differ."""
     for receiver in itertools.product(range(servers), range(len(offers[0].wanted))):
         offered = sum(offer.entries.get(receiver, 0) for offer in offers)
         wanted = {offer.wanted[receiver[1]] for offer in offers}
@@ -155,7 +154,7 @@ def check_offers(offers: Sequence[Offer], servers: int) -> None:
 
 
 def request_for(receiver: ServerRank, offers: Sequence[Offer], timeout_s: float) -> str:
-    """Return a receiver's part of the call: the base64 of what SGLang unpickles as its named tensors."""
+    """Return a receiver's part of the call to its server: base64 of what SGLang unpickles as named tensors."""
     senders = [offer for offer in offers if receiver in offer.entries]
     turn = sum(receiver) % max(1, len(senders))
     request = {
@@ -165,12 +164,12 @@ def request_for(receiver: ServerRank, offers: Sequence[Offer], timeout_s: float)
         "entries": sum(offer.entries[receiver] for offer in senders),
         "timeout_s": timeout_s,
     }
-    # Its unpickler takes tensors that were pickled plainly (utils/common.py, SafeUnpickler).
+    # SGLang's unpickler accepts a tensor that was pickled by value (utils/common.py, SafeUnpickler).
     return base64.b64encode(pickle.dumps([(json.dumps(request), torch.zeros(1))])).decode()
 
 
 def _tell(offer: Offer, content: Mapping[str, Any]) -> None:
-    """Say something to a sender that may be through already."""
+    """Send a message to a sender, which may have finished already."""
     with (
         contextlib.suppress(OSError),
         socket.create_connection((offer.host, offer.port), _TELL_S) as connection,
@@ -197,7 +196,7 @@ class _Serving:
         self._turn = threading.Semaphore(_AT_ONCE)
 
     def serve(self, tensors: Mapping[str, Tensor], plan: SendPlan, calling: Future[None] | None) -> SendReport:
-        """See `ShardSender.send`. calling: the call to the servers, where it comes from this rank."""
+        """See `ShardSender.send`. calling: the calls to the servers, if this rank makes them."""
         started = time.perf_counter()
         self._tensors, self._plan = tensors, plan
         in_thread(self._accept)
@@ -225,7 +224,7 @@ class _Serving:
         )
 
     def close(self) -> None:
-        """End everything that still waits."""
+        """End everything that is still running or awaited."""
         with self._changed:
             self._closed = True
             for connection in self._connected.values():
@@ -233,7 +232,7 @@ class _Serving:
             for receiver in self._writes.keys() - self._ended.keys():
                 self._ended[receiver] = SendFailure("group", "the sender was stopped")
             self._changed.notify_all()
-        _shut(self._listener)  # ends the wait of `accept`
+        _shut(self._listener)  # ends the `accept` that waits
         self._listener.close()
 
     def _accept(self) -> None:
@@ -245,7 +244,7 @@ class _Serving:
             in_thread(partial(self._answer, connection))
 
     def _answer(self, connection: socket.socket) -> None:
-        """Serve a connection, or take in what it says."""
+        """Serve a receiver's connection, or take in a message about a server's call."""
         receiver: ServerRank | None = None
         failure: SendFailure | None = None
         try:
@@ -276,14 +275,15 @@ class _Serving:
         return receiver
 
     def _end(self, receiver: ServerRank, failure: SendFailure | None) -> None:
-        """Note how a receiver's part ended; the first word counts."""
+        """Note how a receiver's part ended, unless its end was noted before."""
         with self._changed:
             self._ended.setdefault(receiver, failure)
             self._connected.pop(receiver, None)
             self._changed.notify_all()
 
     def _lose(self, told: Mapping[str, Any]) -> None:
-        """Note that a server's call has ended: ranks that have not connected never will; if it failed, all fail."""
+        """Note that a server's call has ended: ranks that have not connected never will. If it failed, all its ranks
+        fail."""
         failure = SendFailure("refused" if told.get("refused") else "unanswered", told["lost"])
         with self._changed:
             of_server = [receiver for receiver in self._writes if receiver[0] == told["server"]]
@@ -300,7 +300,7 @@ class _Serving:
             self._ended.setdefault(receiver, SendFailure("unanswered", why))
 
     def _stream(self, connection: socket.socket, writes: Sequence[Write]) -> SendFailure | None:
-        """Give a receiver what it is to get. Returns what it found wrong."""
+        """Send a receiver its writes. Returns the failure that it reports; None if it has everything."""
         pieces = [piece for write in writes for piece in _pieces(write, self._tensors[write.source].element_size())]
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
         manifest = [[p.target, p.target_shape, *p.target_box, dtypes[p.source]] for p in pieces]
@@ -320,7 +320,7 @@ class _Serving:
             return _failure(error.answer)
         except OSError as error:
             with contextlib.suppress(OSError, ValueError):
-                return _failure(_last_word(connection))  # what it said before it closed
+                return _failure(_last_word(connection))  # the reason that it sent before it closed
             raise error
         return _failure(answer) if "error" in answer else None
 
@@ -343,7 +343,7 @@ class _Serving:
         engine: Engine,
         granted: Mapping[str, Any],
     ) -> int:
-        """Write all pieces into the memory that was granted. Returns and raises as `_send_all` does."""
+        """Write all pieces into the memory that the receiver granted. Returns and raises as `_send_all` does."""
         slot_bytes, bundles = packed(manifest)
         checksum, device = start_of_checksum(manifest), self._tensors[pieces[0].source].device
         with self._turn, _current(device), _memory(engine, slot_bytes, device) as memory:
@@ -354,7 +354,7 @@ class _Serving:
                     values = _boxed(self._tensors[pieces[index].source], pieces[index].source_box)
                     memory[at : at + values.nbytes].view(values.dtype).view(values.shape).copy_(values)
                 filled = memory[: bundle_bytes(manifest, bundle)]
-                checksum = checksum_of_words(filled, checksum)  # a GPU has copied then
+                checksum = checksum_of_words(filled, checksum)  # reads the sum, so the copies have ended
                 engine.write(granted["session"], filled, granted["slots"][number % SLOTS])
                 send_frame(connection, {"written": number})
         return checksum
@@ -370,7 +370,7 @@ def _memory(engine: Engine, num_bytes: int, device: torch.device) -> Iterator[Te
 
 
 class _FailedThereError(Exception):
-    """A receiver said in the middle that it failed."""
+    """A receiver reported a failure before it got everything."""
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
         super().__init__(answer.get("error"))
@@ -378,7 +378,7 @@ class _FailedThereError(Exception):
 
 
 def _engine(host: str, protocol: str) -> Engine:
-    """Return Mooncake's engine of this process. Raises SyncError: it is this side that has none."""
+    """Return this process's Mooncake engine. Raises SyncError: the trainer's side lacks Mooncake."""
     try:
         return engine_of(host, protocol)
     except (ImportError, OSError) as error:
@@ -389,7 +389,7 @@ def _engine(host: str, protocol: str) -> Engine:
 
 
 def _last_word(connection: socket.socket) -> dict[str, Any]:
-    """Return what a receiver says at its end."""
+    """Return a receiver's final answer."""
     while "free" in (answer := read_frame(connection)):
         pass
     return answer
@@ -411,7 +411,7 @@ def _shut(connection: socket.socket) -> None:
 
 
 class _Buffer:
-    """Host memory of one piece, which is used again for the next: pinned where pieces come from a GPU."""
+    """Host memory for one piece, reused for the next; pinned if pieces come from a GPU."""
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.uint8)
@@ -429,7 +429,8 @@ class _Buffer:
 
 
 def _current(device: torch.device) -> AbstractContextManager[None]:
-    """Pinning memory makes a context on the device that is current, in a new thread the first."""
+    """Make this the current device within the block: pinning memory makes a context on the current device, which in a
+    new thread is device 0."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -443,7 +444,8 @@ def _bytes_of(writes: Sequence[Write], tensors: Mapping[str, Tensor]) -> int:
 
 
 def _pieces(write: Write, itemsize: int) -> Iterator[Write]:
-    """Cut a write along its first axis of several entries, so that a piece is at most `_PIECE_BYTES`."""
+    """Cut a write along its first axis longer than 1, into pieces of at most `_PIECE_BYTES`, or of one index each if
+    that is more."""
     shape = write.source_box[1]
     axis = next((i for i, length in enumerate(shape) if length > 1), 0)
     row = math.prod(shape[axis + 1 :]) * itemsize

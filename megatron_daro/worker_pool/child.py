@@ -1,4 +1,4 @@
-"""What every worker process does: limits itself, answers one line of JSON per line of JSON, ends with its parent.
+"""What every worker process does: limits itself, answers each line of JSON with one line of JSON, ends with its parent.
 
 WorkerPool -> stdin -> (this) -> stdout -> WorkerPool. Started as `python -m`, never forked, so
 that it holds no thread, lock or GPU context of the trainer and never imports the trainer's main module.
@@ -32,21 +32,21 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel send SIGKILL when the parent's starting thread ends; leave at once if it already has.
 
-    Source: prctl(2), PR_SET_PDEATHSIG. Elsewhere than on Linux only the closed stdin ends an orphan.
+    Source: prctl(2), PR_SET_PDEATHSIG. On other systems than Linux only the closed stdin ends an orphan.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what it starts stays below it, where the pool can end it
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what it starts stays below it, so the pool can end it
     if os.getppid() != parent_pid:
         sys.exit(EXIT_ORPHAN)
 
 
 def limit_resources(memory_mib: int) -> None:
-    """No core files; address space bounded well above the limit on resident memory.
+    """Forbid core files, and bound the address space well above the limit on resident memory.
 
-    The pool measures resident memory and kills. The bound here stops one huge allocation between two measurements.
+    The pool measures resident memory and kills. This bound stops one huge allocation between two measurements.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     bound = (2 * memory_mib + 256) * MIB
@@ -54,7 +54,7 @@ def limit_resources(memory_mib: int) -> None:
 
 
 def peak_mib() -> float:
-    """Highest resident memory of this process so far."""
+    """Return the highest resident memory of this process so far."""
     # Not ru_maxrss: after fork and exec that still holds the parent's peak, so a large driver would be blamed here.
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
@@ -73,7 +73,7 @@ def serve(answer: Answer, requests: BinaryIO, replies: BinaryIO, *, timeout_s: f
         except MemoryError:
             reply = {"reason": "memory"}
         if os.getpid() != own:
-            os._exit(0)  # a fork came out of there: its parent replies
+            os._exit(0)  # a fork that returned from `answer`: its parent replies
         signal.setitimer(signal.ITIMER_REAL, 0)
         if peak_mib() > memory_mib:
             reply = {"reason": "memory"}
@@ -93,9 +93,9 @@ def main(argument: str, load: Callable[[dict[str, Any]], Answer], *, bounds_addr
     """Set limits, load, say `ready`, serve.
 
     Args:
-        argument: the only one of the command line. load: makes what answers of the program's settings; a DaroError
+        argument: the only one of the command line. load: makes the `Answer` from the program's settings; a DaroError
             that it raises is for the user, and ends the run. bounds_addresses: whether the address space is bounded;
-            not for programs that are handed on to others, some of which (Node, Java) reserve far more than they use.
+            not where the worker runs other programs, some of which (Node, Java) reserve far more than they use.
     """
     limits = json.loads(argument)
     settings = limits.pop("settings")

@@ -1,15 +1,15 @@
 """A pool of killable workers: one queue of requests, limits, replacements, without one request harming another.
 
-Requests -> worker processes -> replies. One is in flight per worker and idle workers take the next from one queue, so a
-slow one holds up its own worker only. A request that times out, takes too much memory, ends its worker, or meets only
-workers that are stopped before they take it, has a reply that says so (`timeout`, `memory`, `crash`, `unreached`); a
-pool that cannot work raises.
+Requests -> worker processes -> replies. One request is in flight per worker and idle workers take the next from one
+queue, so a slow request holds up its own worker only. A request that times out, takes too much memory, ends its worker,
+or meets only workers that are stopped before they take it, gets a reply that says so (`timeout`, `memory`, `crash`,
+`unreached`); a pool that cannot work raises.
 
 Why not pebble (5.2.3, tried): its ProcessPool keeps order, kills at a time-out, passes over a stopped idle worker and
 is as fast. It lacks: a limit on resident memory (an answer that took 800 MiB came back), and its workers' ids are not
-public, so none can be added; word of whether a worker was stopped or starved (both are its TimeoutError), and a bound
-when all workers are stopped (its time-out counts from the taking of a task); an end of busy workers when the driver
-is killed (one went on computing); a start without importing the driver's main module again; replies that are no pickle.
+public, so none can be added; a way to tell a stopped worker from a starved one (both are its TimeoutError), and a bound
+when all workers are stopped (its time-out begins when a task is taken); an end of busy workers when the driver is
+killed (one went on computing); a start without importing the driver's main module again; replies without pickle.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ _Task = tuple[dict[str, Any], "Future[dict[str, Any]]", threading.Event]
 
 
 def longest_wait_s(waiting: int, workers: int, timeout_s: float) -> float:
-    """Seconds in which a live pool has answered the last of `waiting` requests, each tried as often as it may be."""
+    """Return the seconds within which a live pool has answered the last of `waiting` requests, at the most tries of
+    each."""
     rounds = waiting // max(1, workers) + 2
     return rounds * (_MAX_CRASHES + _MAX_UNREACHED) * PATIENCE * (timeout_s + START_TIMEOUT_S)
 
 
 @dataclass(slots=True)
 class PoolCounters:
-    """What happened so far. answered: requests with a reply, also `timeout` and `memory`, not `crash`. restarts:
-    workers started again. asked_again: requests that a stopped worker never took, given to another. failed_starts:
-    starts of a worker that ended before it was ready, and that were tried again."""
+    """What happened so far. answered: requests that a worker answered, or that ended as `timeout` or `memory`.
+    restarts: workers started again. asked_again: requests that a stopped worker never took, and that were given to
+    another. failed_starts: starts of workers that ended before they were ready, and were tried again."""
 
     answered: int = 0
     timeouts: int = 0
@@ -101,7 +102,7 @@ class WorkerPool:
 
     @property
     def failed_starts(self) -> int:
-        """Starts of workers that were tried again so far."""
+        """Failed starts of workers that were tried again so far."""
         return self.counters["failed_starts"]
 
     def __enter__(self) -> Self:
@@ -149,9 +150,9 @@ class WorkerPool:
         return reply
 
     async def ask_each(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the replies to requests, in order, without a thread that waits.
+        """Return the replies to requests, in order, without blocking a thread.
 
-        Raises: the program's error when the pool is closed, its workers no longer start, or are too few by far.
+        Raises: the program's error when the pool is closed, its workers no longer start, or are far too few.
         """
         given_up = threading.Event()
         futures, bound_s = self._submit(requests, given_up)
@@ -166,7 +167,7 @@ class WorkerPool:
                 future.cancel()  # those that no worker took yet, where the caller was cancelled
 
     def close(self) -> None:
-        """End all workers, busy ones too, and wait for them. Requests that wait raise the program's error."""
+        """End all workers, busy ones too, and wait for them. Waiting requests raise the program's error."""
         self._closing.set()
         for _ in self._threads:
             self._tasks.put(None)
@@ -189,7 +190,7 @@ class WorkerPool:
     def _submit(
         self, requests: Sequence[dict[str, Any]], given_up: threading.Event
     ) -> tuple[list[Future[dict[str, Any]]], float]:
-        """Queue requests. Returns their replies to come, and the seconds within which a live pool has them."""
+        """Queue requests. Returns futures of their replies, and the seconds within which a live pool has these."""
         futures: list[Future[dict[str, Any]]] = [Future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
             self._tasks.put((request, future, given_up))
@@ -310,8 +311,8 @@ class WorkerPool:
         return worker
 
     def _new_worker(self, *, attempts: int) -> WorkerProcess:
-        """Return a worker that is ready. One that ends by itself is started `attempts` times, one that a signal ends
-        more often: the next start may well succeed."""
+        """Return a worker that is ready. One that ends by itself is started `attempts` times; one that a signal ends,
+        more often, since the next start may well succeed."""
         attempt = 0
         while True:
             worker = WorkerProcess(self._program, timeout_s=self._timeout_s, memory_mib=self._memory_mib)

@@ -28,8 +28,8 @@ from megatron_daro.process_tree import descendants, kill_all
 from megatron_daro.worker_pool.child import MIB, REFUSED
 
 START_TIMEOUT_S = 180.0
-# A worker that could run and got less than this share of its limit as CPU time is waited for up to PATIENCE times the
-# limit: it was the machine that was slow, not the work.
+# A runnable worker that got less than this share of its limit as CPU time is waited for up to PATIENCE times the limit:
+# the machine was slow, not the work.
 CPU_SHARE = 0.5
 PATIENCE = 3
 MEMORY_POLL_S, ONCE_POLL_S = 0.02, 0.25  # hundreds of whole programs may run at once, each looked at in /proc
@@ -56,10 +56,10 @@ class WorkerCrashError(Exception):
 class Program:
     """What the workers of a pool run.
 
-    module: started as `python -m`, with one argument: JSON of `settings`, timeout_s, memory_mib and parent_pid.
-    name: of the pool and its workers, for messages. section: of the configuration that holds `memory_mib` and the like.
-    needs: what to say of the memory that one needs. error: what the pool raises. once: a request is a program of
-    its own: it is not given to another worker when its own ends with it, and is ended when nobody waits for it.
+    module: started as `python -m`, with one argument: JSON of `settings`, timeout_s, memory_mib and parent_pid. name:
+    of the pool and its workers, for messages. section: of the configuration that holds `memory_mib` and the like.
+    needs: how much memory a worker needs, in words for a message. error: what the pool raises. once: each request runs
+    a program: when its worker ends it is not given to another, and it is ended when nobody waits for it any more.
     """
 
     module: str
@@ -151,8 +151,8 @@ class WorkerProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        started = descendants(process.pid)  # the worker adopts what they leave, so none is out of sight
-        with suppress(OSError):  # its group, of which it is the first
+        started = descendants(process.pid)  # the worker adopts their orphans, so none is missed
+        with suppress(OSError):  # its process group, which it leads
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.wait()
@@ -230,7 +230,7 @@ class WorkerProcess:
 
 
 def resident_mib(pid: int) -> float:
-    """Resident memory of a process; 0 when it is gone or the system has no /proc."""
+    """Return the resident memory of a process; 0 when it is gone or the system has no /proc."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -239,14 +239,14 @@ def resident_mib(pid: int) -> float:
 
 
 def memory_of_all_mib(pid: int) -> float:
-    """Resident memory of a process and of all that it started."""
+    """Return the resident memory of a process and of all that it started."""
     return sum(resident_mib(one) for one in (pid, *descendants(pid)))
 
 
 def activity(pid: int) -> tuple[str, float]:
-    """(state letter, CPU seconds so far) of a process; ("?", infinity) when it is gone or there is no /proc.
+    """Return (state letter, CPU seconds so far) of a process; ("?", infinity) when it is gone or there is no /proc.
 
-    Source: proc_pid_stat(5), fields 3, 14 and 15, counted behind the command name, which may hold blanks.
+    Source: proc_pid_stat(5), fields 3, 14 and 15, counted from the end of the command name, which may hold blanks.
     """
     try:
         columns = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -256,7 +256,7 @@ def activity(pid: int) -> tuple[str, float]:
 
 
 def _unread_bytes(descriptor: int) -> int:
-    """How much of what was written to a pipe its reader has not taken yet; 0 where the system does not say."""
+    """Return how many bytes of a pipe its reader has not taken yet; 0 where the system does not say."""
     count = array.array("i", [0])
     try:
         fcntl.ioctl(descriptor, termios.FIONREAD, count)

@@ -25,9 +25,8 @@ from megatron_daro.config import Config, detect, precision, resolve
 from megatron_daro.config.base import filled
 from megatron_daro.config.checks import check
 from megatron_daro.config.hardware import torch_hip
-from megatron_daro.config.model_files import critic_shape, read_model
+from megatron_daro.config.model_files import critic_shape
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.config.rules.lora import with_adapter_sync
 from megatron_daro.engine.sglang.interpreter import check_environments, inspect_environment
 from megatron_daro.errors import DaroError, SandboxError
 from megatron_daro.sandbox import Sandbox
@@ -102,8 +101,6 @@ def diagnose(recipe: Path | None, overrides: Sequence[str]) -> list[Finding]:
         ConfigError: the recipe cannot be read.
     """
     config = resolve(recipe, overrides) if recipe else None
-    if config:
-        config = with_adapter_sync(config, read_model(config.model.path).shape)
     findings = [
         _python(),
         *_versions(),

@@ -1,4 +1,4 @@
-"""Warnings: what works and is probably not meant. They do not stop a run."""
+"""Warnings about settings that work but are probably not intended. They do not stop a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GSPO_WIDEST = 0.01
 
 
 def model(shape: ModelShape | None) -> Iterator[Problem]:
-    """Parts of config.json that training leaves out."""
+    """Yield parts of config.json that training leaves out."""
     if shape and shape.experts and shape.experts.balancing:
         got = f"a config.json with a loss that balances experts (router_aux_loss_coef {shape.experts.balancing:g})"
         fix = "none needed; watch the experts' use, and set output_router_logits to false to silence this"
@@ -37,7 +37,7 @@ def model(shape: ModelShape | None) -> Iterator[Problem]:
 
 
 def world(config: Config, hardware: Hardware) -> Iterator[Problem]:
-    """GPUs that idle, and CPU cores that several ranks share."""
+    """Yield GPUs that would be idle, and CPU cores that several ranks would share."""
     actor, got = config.actor, layout_text(config.actor)
     of_engines = demand_of(config).gpus - actor.world_size
     replicas = (hardware.count - of_engines) // actor.world_size
@@ -53,7 +53,7 @@ def world(config: Config, hardware: Hardware) -> Iterator[Problem]:
 
 
 def sampling(config: Config) -> Iterator[Problem]:
-    """Samples of older weights that nothing corrects."""
+    """Yield training on samples of older weights without a correction."""
     section = config.algorithm
     corrected = section.correction.kind != "none" or section.trust_region == "gspo" or section.old_logprobs == "rollout"
     if config.rollout.max_staleness > 0 and not corrected:
@@ -63,7 +63,7 @@ def sampling(config: Config) -> Iterator[Problem]:
 
 
 def algorithm(config: Config) -> Iterator[Problem]:
-    """Options that are not the published algorithm's beside the others of this run."""
+    """Yield options with which, given the others, the algorithm is not the published one."""
     section, reward, steps = config.algorithm, config.reward, config.trainer.steps_per_batch
     plain_rewards = (reward.correct_reward, reward.incorrect_reward) == (1, 0)
     penalized = section.overlong.penalizes

@@ -1,4 +1,4 @@
-"""Rules of `algorithm`: the loss, DARO, lengths that cost reward, a critic, a teacher."""
+"""Rules of `algorithm`: the loss, DARO, length penalties, a critic, a teacher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS_OF_A_BATCH = "trainer.minibatches_per_batch trainer.epochs_per_batch"
 
 
 def loss(config: Config) -> Iterator[Problem]:
-    """Yield options of the loss that do not fit each other."""
+    """Yield options of the loss that contradict each other."""
     section, region = config.algorithm, config.algorithm.trust_region
     kl, correction = section.kl, section.correction
     if region == "reinforce" and config.trainer.epochs_per_batch > 1:
@@ -55,7 +55,7 @@ def loss(config: Config) -> Iterator[Problem]:
 
 
 def daro(config: Config) -> Iterator[Problem]:
-    """Yield forms of DARO's weights that do not fit each other."""
+    """Yield options of DARO's weights that are out of range or contradict each other."""
     section = config.algorithm.daro
     if not may_learn_weights(config):
         return
@@ -72,7 +72,7 @@ def daro(config: Config) -> Iterator[Problem]:
 
 
 def overlong(config: Config) -> Iterator[Problem]:
-    """Yield zones of the penalty for long answers that no answer reaches, or that are wider than an answer."""
+    """Yield a penalty zone for long answers that no answer reaches, or that is wider than max_tokens."""
     section, longest = config.algorithm.overlong, config.rollout.max_response_tokens
     if not section.penalizes:
         return
@@ -120,13 +120,13 @@ def critic(
 
 
 def may_have_critic(config: Config) -> bool:
-    """Whether the algorithm trains a critic; one of your own may."""
+    """Return whether the algorithm trains a critic; True for an algorithm of the user's, which may train one."""
     traits = config.algorithm.traits
     return traits is None or traits.critic
 
 
 def may_learn_weights(config: Config) -> bool:
-    """Whether the algorithm learns DARO's weights; one of your own may."""
+    """Return whether the algorithm learns DARO's weights; True for an algorithm of the user's, which may learn them."""
     traits = config.algorithm.traits
     return traits is None or traits.difficulty_weights
 
@@ -163,14 +163,14 @@ def _critic_model(
 
 
 def _on_ranks(config: Config, hardware: Hardware, surroundings: Surroundings, shape: ModelShape) -> Iterator[Problem]:
-    """Yield why ranks cannot compute a model, of which no server has a copy."""
+    """Yield why ranks cannot compute this model, which no server has to load."""
     yield from division(config.actor, shape)
     yield from layers(config, shape, hardware, surroundings.megatron, served=False)
     yield from fp8_problems(config.actor, shape, surroundings)
 
 
 def distill(config: Config) -> Iterator[Problem]:
-    """Yield what advantages of tokens do not go with."""
+    """Yield options that cannot be combined with distillation, or with advantages per turn."""
     section, field = config.algorithm.distill, "algorithm.distill"
     if config.algorithm.kl.in_reward and (section.urls or config.algorithm.turn_rewards):
         allowed = "a KL term in the loss, or none: one in the reward would not reach advantages of tokens"

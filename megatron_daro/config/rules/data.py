@@ -1,4 +1,4 @@
-"""Rules of `data`: every file is there and of its format, and templates fit what verifies the answers."""
+"""Rules of `data`: every file exists and has its format, and templates fit the verifier of the answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRITE = "write one problem per line, or name another file"
 
 
 def data(config: Config) -> Iterator[Problem]:
-    """Yield what is wrong with the files, their templates and the sets of an evaluation."""
+    """Yield what is wrong with the files, the templates and the evaluation sets."""
     section = config.data
     for index, path in enumerate(section.train):
         yield from _file(f"data.train.{index}", path, section.format)
@@ -39,7 +39,8 @@ def data(config: Config) -> Iterator[Problem]:
 
 
 def templates(config: Config) -> Iterator[Problem]:
-    """Yield what does not go with a named template: it is the whole text, and its tags are verified as mathematics."""
+    """Yield options that cannot be combined with a named template: it is the whole text, and the answer between the
+    tags of r1 is verified as mathematics."""
     section, verifier = config.data, config.reward.verifier
     if section.prompt_template not in ("chat", "plain") and section.template != "{prompt}":
         allowed = "{prompt}: a named template is the whole text"
@@ -54,7 +55,7 @@ def templates(config: Config) -> Iterator[Problem]:
 
 
 def _file(field: str, path: Path, form: str) -> Iterator[Problem]:
-    """Yield why a file cannot be read as one of problems; at most one reason."""
+    """Yield why a file cannot be read as a file of problems; at most one reason."""
     if why := why_no_file(path):
         fix = _WRITE if "empty" in why else "check the path; it is relative to the working directory"
         yield Problem(field, f"{str(path)!r}, which {why}", _ALLOWED, fix)

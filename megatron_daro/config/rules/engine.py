@@ -1,12 +1,12 @@
-"""Rules of `engine`: its options, servers, how weights reach them, GPUs that they share with ranks, and fp8 in them.
+"""Rules of `engine`: its options, servers, how weights reach them, sharing GPUs with ranks, and servers in fp8.
 
-With `engine.colocate` servers and ranks take turns on the same GPUs: nothing may have both compute at once, transports
-must be able to join two processes of one GPU, and the pieces of both must cover the same GPUs.
+With `engine.colocate` servers and ranks take turns on the same GPUs: no option may make both compute at once, the
+transport must work between two processes of one GPU, and servers and ranks must cover the same GPUs.
 
-SGLang 0.5.23 has two ways to compute the policy's weights in fp8. With `load_format: flash_rl` it casts the bf16
-weights of every update, for dense Qwen2 and Qwen3 models only; without that, parameters that it quantized at its
-start have lost what loads them, and the first update fails. With `fp8_blocks` the policy sends blocks with their
-scales, of any family. Quantized servers that could not follow the policy are refused.
+SGLang 0.5.23 has two ways to compute with the policy's weights in fp8. With `load_format: flash_rl` it casts the bf16
+weights of every update, but only for dense Qwen2 and Qwen3 models; without `flash_rl` a server that quantized its
+parameters at its start has lost their loaders, and the first update fails. With `fp8_blocks` the policy sends blocks
+with their scales, for any family. Quantized servers that could not take the policy's updates are refused.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _FLASH_RL = "{quantization: fp8, load_format: flash_rl}"
 _FLASH_RL_FAMILIES = ("qwen2", "qwen3")
 _OF_BLOCKS = ("quantization", "load_format", "json_model_override_args")
 _PACKS_SCALES = 10.0
-"""From this compute capability on SGLang rounds scales to powers of two and packs them: no update fits any more."""
+"""From this compute capability on SGLang rounds scales to powers of two and packs them, so that no update fits."""
 
 
 def engine(config: Config) -> Iterator[Problem]:
-    """Yield options that the run fills in."""
+    """Yield options of an own engine that the run fills in itself."""
     if reserved := sorted({"model_path", "replicas", "seed"} & set(config.engine.options)):
         allowed, fix = "other names: the run fills these in", "set engine.replicas and engine.seed"
         yield wrong(config, "engine.options", allowed, fix, got=", ".join(reserved))
@@ -97,7 +97,7 @@ def transport(config: Config, hardware: Hardware) -> Iterator[Problem]:
 
 
 def _gpu_memory_of_both_ends(config: Config) -> Iterator[Problem]:
-    """Yield what would give a server another way to hand out its GPU's memory than the ranks have."""
+    """Yield options with which servers and ranks would pass GPU memory to other processes in different ways."""
     sglang, name = config.engine.sglang, "NCCL_CUMEM_ENABLE"
     of_ranks = nccl_of_both_ends(os.environ)[name]
     if sglang.env.get(name, of_ranks) != of_ranks:
@@ -111,7 +111,8 @@ def _gpu_memory_of_both_ends(config: Config) -> Iterator[Problem]:
 
 
 def routing_replay(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Yield what is missing: experts, an engine that tells which it chose, a router that can be told."""
+    """Yield what routing replay lacks: a model with experts, an engine that reports its chosen experts, a router that
+    takes them."""
     field = "actor.routing_replay"
     if not config.actor.routing_replay:
         return
@@ -168,7 +169,7 @@ def colocate(config: Config) -> Iterator[Problem]:
 
 
 def _same_gpus(config: Config) -> Iterator[Problem]:
-    """Yield why not every GPU would have one rank of the actor and one of a server."""
+    """Yield why some GPU would not have exactly one rank of the actor and one rank of a server."""
     ranks, group, size = config.actor.world_size, config.actor.tensor_parallel, config.engine.sglang.tensor_parallel
     field, fix = "engine.sglang.tensor_parallel", f"set engine.sglang.tensor_parallel={group}"
     if size % group and group % size:
@@ -184,8 +185,9 @@ def _same_gpus(config: Config) -> Iterator[Problem]:
 
 
 def rotary_base(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Yield a config.json in which SGLang would not find what transformers finds: it reads `rope_theta`, else takes
-    10000, and `rope_scaling`, but not `rope_parameters` by layer type (0.5.23, srt/configs/olmo3.py)."""
+    """Yield a config.json from which SGLang would read another rotary embedding than transformers: SGLang reads
+    `rope_theta` (10000 if it is missing) and `rope_scaling`, but not `rope_parameters` by layer type (0.5.23,
+    srt/configs/olmo3.py)."""
     if config.engine.kind != "sglang" or shape is None or not shape.plain_windows:
         return
     if "rope_theta" not in read_json(config.model.path / "config.json"):
@@ -195,7 +197,7 @@ def rotary_base(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
 
 
 def fp8_blocks(config: Config, shape: ModelShape | None, hardware: Hardware) -> Iterator[Problem]:
-    """Yield why servers could not take the policy's weights as blocks of fp8."""
+    """Yield why servers could not take the policy's weights as fp8 blocks."""
     sglang, off = config.engine.sglang, f"set {_BLOCKS}=false"
     if config.engine.kind != "sglang" or not sglang.fp8_blocks:
         return
@@ -236,7 +238,7 @@ def _uneven(shape: ModelShape, ranks: int) -> list[str]:
 
 
 def flash_rl(config: Config, shape: ModelShape | None, hardware: Hardware) -> Iterator[Problem]:
-    """Yield why servers that quantize each update themselves could not follow the policy."""
+    """Yield why servers that quantize each update themselves could not take the policy's updates."""
     sglang = config.engine.sglang
     quantization, load_format = (sglang.named_arguments.get(name) for name in ("quantization", "load_format"))
     asked = quantization is not None or load_format == "flash_rl"

@@ -1,4 +1,5 @@
-"""Rules of models whose layers are of another kind: what these do not have, or were never compared with, is refused."""
+"""Rules for models with special layers: refuse options that these layers do not support, or with which their results
+were never compared."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from megatron_daro.config.sections import Config
 from megatron_daro.config.transports import sglang_transports
 
 _CUTS_CONTEXT: Version = (0, 17)
-"""Megatron-core whose latent attention takes packed sequences that ranks share."""
+"""First Megatron-core whose latent attention takes packed sequences under context parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """asked: whether a run asks for it. allowed, fix: for the user of a model that does not have it. served: whether it
-    concerns only a model that SGLang serves."""
+    """asked: returns whether a run uses the option. allowed, fix: texts for the user, if the model does not support it.
+    served: whether the option concerns only a model that SGLang serves."""
 
     asked: Callable[[Config], object]
     allowed: str
@@ -44,8 +45,8 @@ _OPTIONS: Mapping[str, _Option] = {
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """name: for messages. of: whether a model has such layers. lacks: field of `_OPTIONS` -> why, where that can be
-    said in a few words."""
+    """name: for messages. of: returns whether a model has such layers. lacks: field of `_OPTIONS` -> the reason, as
+    text to append; it may be empty."""
 
     name: str
     of: Callable[[ModelShape], object]
@@ -83,11 +84,11 @@ _KINDS = (
 def layers(
     config: Config, shape: ModelShape | None, hardware: Hardware, core: Version | None, *, served: bool
 ) -> Iterator[Problem]:
-    """Yield what the layers of a model do not have.
+    """Yield options that the layers of a model do not support.
 
     Args:
-        core: version of Megatron-core, where it is known. served: whether SGLang serves the model; a critic it does
-            not.
+        core: version of Megatron-core, if it is known. served: whether SGLang serves the model; it does not serve a
+            critic.
     """
     if shape is None:
         return

@@ -1,6 +1,6 @@
-"""Rules of the layout: ranks and engines have room on the GPUs, and the model divides over the ranks.
+"""Rules of the layout: ranks and engines fit on the GPUs, and the model divides over the ranks.
 
-Megatron would stop in the middle of a start, and not say which option to change.
+Without them Megatron would stop in the middle of a start, and not say which option to change.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ PARALLEL = "actor.tensor_parallel actor.pipeline_parallel actor.context_parallel
 _OF_ENGINES = "engine.kind engine.sglang.urls engine.sglang.tensor_parallel"
 _OF_EXPERTS = "actor.tensor_parallel actor.context_parallel actor.data_parallel actor.expert_tensor_parallel"
 _LEAST_PROCESS_BYTES = 256 * 2**20
-"""A worker that has imported torch and done nothing yet has more."""
+"""A worker needs more than this as soon as it has imported torch."""
 _LEAST_VERIFIER_BYTES = 64 * 2**20
 
 
 def layout_text(actor: ActorSection) -> str:
-    """Return the parallel sizes in a line."""
+    """Return the parallel sizes as one line."""
     parts = (actor.tensor_parallel, actor.pipeline_parallel, actor.context_parallel, actor.data_parallel)
     experts = f", EP {actor.expert_parallel}" if actor.expert_parallel > 1 else ""
     return "TP {} * PP {} * CP {} * DP {} = ".format(*parts) + f"{actor.world_size} ranks{experts}"
 
 
 def world(config: Config, hardware: Hardware) -> Iterator[Problem]:
-    """Yield why the ranks alone have no room on the GPUs, and nodes of which nobody says what they have."""
+    """Yield why the ranks alone do not fit on the GPUs, and a number of nodes without their number of GPUs."""
     if config.cluster.nodes > 1 and config.cluster.gpus_per_node is None:
         allowed = "1 where cluster.gpus_per_node is unset: the nodes are those of the Ray cluster, or this machine"
         yield wrong(config, "cluster.nodes", allowed, "set cluster.gpus_per_node", beside="cluster.gpus_per_node")
@@ -57,7 +57,7 @@ def world(config: Config, hardware: Hardware) -> Iterator[Problem]:
 
 
 def processes(config: Config, hardware: Hardware) -> Iterator[Problem]:
-    """Yield why ranks, engines and verifiers have no room together."""
+    """Yield why ranks, engines and verifiers do not fit together."""
     engine, ranks, demand = config.engine, config.actor.world_size, demand_of(config)
     ranks_fit = not misfit(demand_of(config, engines=False), hardware.per_node)
     if hardware.kind == "gpu" and ranks_fit and (why := misfit(demand, hardware.per_node)):
@@ -82,7 +82,7 @@ def processes(config: Config, hardware: Hardware) -> Iterator[Problem]:
 
 
 def division(actor: ActorSection, shape: ModelShape) -> Iterator[Problem]:
-    """Yield what of the model the layout cannot divide."""
+    """Yield sizes of the model that the layout does not divide."""
     refuse = partial(wrong, {"actor": actor})
     tensor = ("actor.tensor_parallel", actor.tensor_parallel)
     yield from _divides(*tensor, shape.heads, "attention heads")
@@ -115,7 +115,7 @@ def division(actor: ActorSection, shape: ModelShape) -> Iterator[Problem]:
 
 
 def sequence_parallel(config: Config) -> Iterator[Problem]:
-    """Yield a sequence parallelism that has nothing to divide its work over."""
+    """Yield sequence parallelism without tensor-parallel ranks to divide the work over."""
     if config.actor.sequence_parallel and config.actor.tensor_parallel == 1:
         allowed, fix = "true only with tensor_parallel > 1", "leave it unset: it follows tensor_parallel"
         yield wrong(config, "actor.sequence_parallel", allowed, fix, beside="actor.tensor_parallel")
@@ -129,7 +129,7 @@ def _divides(field: str, size: int, count: int, what: str) -> Iterator[Problem]:
 
 
 def _stages(actor: ActorSection, layers: int) -> Iterator[Problem]:
-    """Yield why the layers do not divide over the stages, or those of a stage over its virtual parts."""
+    """Yield why the layers do not divide over the stages, or the layers of a stage over its virtual parts."""
     stages, virtual = actor.pipeline_parallel, actor.virtual_pipeline_parallel
     options = {name: value for name, value in actor.megatron.items() if name in STAGE_OPTIONS and value}
     refuse, named = partial(wrong, {"actor": actor}), " ".join(f"actor.megatron.{name}" for name in options)

@@ -1,4 +1,5 @@
-"""Rules of `lora`: what adapters can stand beside, which of them servers can get, and what a published one must be."""
+"""Rules of `lora`: what adapters can be combined with, which of them servers can take, and whether a given adapter
+fits."""
 
 from __future__ import annotations
 
@@ -33,10 +34,11 @@ _SERVED = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "glm4_moe", "mixtr
 
 
 def unserved(config: Config, shape: ModelShape) -> str:
-    """Why servers cannot get the adapters alone; empty where they can.
+    """Return why servers cannot get only the adapters; empty if they can.
 
-    Source: sglang 0.5.23, srt/lora/lora.py: it fuses q, k, v where there is a q, and reads v then; gate and up where
-    there is a gate. What it does not find it takes for zeros, and what it does not fuse it leaves out.
+    Source: sglang 0.5.23, srt/lora/lora.py: if there is an adapter of q it fuses q, k and v, for which it needs v; if
+    there is one of gate it fuses gate and up. It takes adapters that are missing then as zeros, and ignores those that
+    it does not fuse.
     """
     engine, sglang, step = config.engine, config.engine.sglang, 32 * config.engine.sglang.tensor_parallel
     if engine.kind != "sglang":
@@ -58,7 +60,7 @@ def unserved(config: Config, shape: ModelShape) -> str:
 
 
 def with_adapter_sync(config: Config, shape: ModelShape | None) -> Config:
-    """Return the Config whose servers get adapters alone, where they can and `engine.sglang.sync` is not given."""
+    """Return the Config with `engine.sglang.sync` adapters, if servers can take them and the option is not given."""
     engine, given = config.engine, "sync" in config.engine.sglang.model_fields_set
     if not config.lora.rank or given or shape is None or unserved(config, shape):
         return config
@@ -67,7 +69,7 @@ def with_adapter_sync(config: Config, shape: ModelShape | None) -> Config:
 
 
 def merging(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Warn that engines get whole weights. Args: config: as `with_adapter_sync` returns it."""
+    """Yield a warning if engines get whole weights. Args: config: as `with_adapter_sync` returns it."""
     if config.lora.rank and shape is not None and not config.engine.sglang.transport.adapters:
         got = f"adapters, of which engines get none ({unserved(config, shape) or 'engine.sglang.sync is given'})"
         allowed = "whole weights, with the adapters added to them in fp32 and rounded to the weights' type"
@@ -75,8 +77,8 @@ def merging(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
 
 
 def served_config(config: Config) -> dict[str, Any]:
-    """Return adapter_config.json for servers that get adapters; empty where they get whole weights. SGLang 0.5.23
-    multiplies by lora_alpha / r, whatever it says of rslora."""
+    """Return adapter_config.json for servers that get adapters; empty if they get whole weights. SGLang 0.5.23 always
+    multiplies by lora_alpha / r and ignores use_rslora, so lora_alpha contains the scale."""
     section, path = config.lora, config.model.path
     if not config.engine.sglang.transport.adapters:
         return {}
@@ -85,7 +87,7 @@ def served_config(config: Config) -> dict[str, Any]:
 
 
 def lora_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Yield why these adapters cannot be trained. Args: shape: of the model, where it is known."""
+    """Yield why these adapters cannot be trained. Args: shape: of the model, if it is known."""
     section = config.lora
     if shape is not None and config.engine.sglang.transport.adapters:
         reason = unserved(config, shape) if section.rank else "lora.rank is 0"
@@ -124,8 +126,7 @@ def _target_problems(config: Config, section: LoraSection, shape: ModelShape) ->
 
 
 def _stages_without(config: Config, targets: Set[str], shape: ModelShape) -> Iterator[Problem]:
-    """Yield the first pipeline stage in which nothing would be trained: Megatron-core's optimizer of one has no
-    state."""
+    """Yield the first pipeline stage without an adapter, since Megatron-core's optimizer would have no state there."""
     adapted = {
         layer
         for role, matrices in sides_of_roles(shape).items()

@@ -1,4 +1,4 @@
-"""Rules of `rollout`: a batch divides, its sequences fit, and the answers of a group differ and end."""
+"""Rules of `rollout`: the batch can be divided, its sequences fit, and the answers of a group can differ and end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_daro.config.problems import Problem, wrong
 from megatron_daro.config.sections import Config
 
 _MOST_ROLLOUTS = 2**22
-"""Columns of one batch, as the driver holds them, stay within memory."""
+"""Most rollouts of a batch, so that the columns that the driver holds stay within memory."""
 _SAMPLES = "rollout.prompts_per_batch rollout.rollouts_per_prompt"
 _LENGTHS = "data.max_prompt_tokens rollout.max_response_tokens"
 
@@ -72,7 +72,7 @@ def sampling(config: Config, model: ModelFiles) -> Iterator[Problem]:
 
 
 def segments(config: Config) -> Iterator[Problem]:
-    """Yield what answers in segments, and the stop for repetition, do not go with."""
+    """Yield options that cannot be combined with answers in segments, or with the repetition penalty."""
     rollout, needed = config.rollout, config.rollout.batches_kept
     if rollout.segment_tokens is not None:
         several = bool(config.environments)

@@ -1,4 +1,4 @@
-"""Rules of the run: its steps and evaluations, rewards, the environment, and packages that an option needs."""
+"""Rules of the run: its steps and evaluations, rewards, the environment, and packages that options need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_daro.config.sections import Config, EnvironmentSection
 
 
 def steps(config: Config) -> Iterator[Problem]:
-    """Yield steps that the run does not have, and evaluations of nothing."""
+    """Yield a warm-up longer than the run, and evaluations without evaluation sets."""
     if config.actor.optimizer.warmup_steps > config.trainer.steps:
         allowed, fix = f"at most {config.trainer.steps}, the run's steps", "lower it or raise trainer.steps"
         yield wrong(config, "actor.optimizer.warmup_steps", allowed, fix, beside="trainer.steps")
@@ -55,7 +55,7 @@ def environments(config: Config) -> Iterator[Problem]:
 
 
 def _environment(config: Config, path: str, section: EnvironmentSection) -> Iterator[Problem]:
-    """Yield options that do not go with the kind, and an address that agents cannot reach."""
+    """Yield options that cannot be combined with the kind, and an address that agents cannot reach."""
     kind = f"{path}.kind"
     if (section.kind == "agent") != bool(section.command):
         allowed = "a program and its arguments, with kind agent, and only with it"

@@ -1,7 +1,7 @@
-"""Options that nothing reads, because of how another one is set.
+"""Options that are set although nothing reads them, because of how another option is set.
 
-They are refused where the run would not train what they ask for, or not with what they describe. They are a warning
-where that other one is a switch which people turn on the command line.
+They are refused if the run would not train what they ask for, or not in the way that they describe. They are only a
+warning if the other option is a switch that people change on the command line.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_daro.config.sections import Config
 
 
 class _Options(NamedTuple):
-    """paths: of options, or of sections for all in them. are_read: in this run. reader: what reads them; switch: what
-    one sets to have it."""
+    """paths: of options, or of sections, which stand for all their options. are_read: returns whether this run reads
+    them. reader: what reads them, for messages. switch: the setting with which they are read."""
 
     paths: str
     are_read: Callable[[Config], bool]
@@ -76,6 +76,7 @@ _WARNED = (
     _Options(
         "engine.embedded", lambda run: run.engine.kind == "embedded", "the embedded engine", "engine.kind=embedded"
     ),
+    _Options("data.shuffle", lambda run: run.data.order == "epochs", "that order", "data.order=epochs"),
     _Options("data.curriculum", lambda run: run.data.order == "curriculum", "that order", "data.order=curriculum"),
     _Options("data.prioritised", lambda run: run.data.order == "prioritised", "that order", "data.order=prioritised"),
     _of_regions("algorithm.sapo algorithm.clip_low algorithm.clip_high"),
@@ -108,12 +109,12 @@ _WARNED = (
 
 
 def refused(config: Config) -> Iterator[Problem]:
-    """Yield options without which the run would be the same, and which it must not have."""
+    """Yield options that nothing reads and that are refused."""
     return _unread(config, _REFUSED)
 
 
 def warned(config: Config) -> Iterator[Problem]:
-    """Yield options without which the run would be the same, and which may stay for another run."""
+    """Yield options that nothing reads, but that may stay for another run."""
     return _unread(config, _WARNED)
 
 

@@ -1,8 +1,8 @@
-"""Servers that keep the weights of their files and get adapters: how they are started, what one must be, and when an
-adapter is unloaded.
+"""Servers that keep the weights of their files and get adapters: how they are started, which ones can be used, and when
+an adapter is unloaded.
 
-Each weight version is an adapter with a name of its own, which every request gives: what is under way ends with the
-version that it began with, and when the last such request has ended the adapter goes.
+Each weight version is an adapter with its own name, which requests give: a request ends with the version that it began
+with, and when the last request that names an old adapter has ended, the adapter is unloaded.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _CLOSE_S = 10.0
 
 
 def lora_arguments(adapter: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
-    """Return arguments of a server that takes such adapters. Args: adapter: as `served_config` has it."""
+    """Return arguments of a server that takes such adapters. Args: adapter: as `served_config` returns it."""
     arguments = {"enable_lora": True, "max_lora_rank": adapter["r"], "lora_target_modules": adapter["target_modules"]}
     return {**arguments, "lora_backend": "torch_native"} if on_cpu else arguments
 
 
 def unfit_for(adapter: Mapping[str, Any], facts: ServerFacts) -> list[str]:
-    """Say why a server cannot take these adapters; empty where it can."""
+    """Return why a server cannot take these adapters; empty if it can."""
     rank, targets = adapter["r"], adapter["target_modules"]
     if not facts.lora:
         got = "it was started without LoRA"
@@ -41,7 +41,7 @@ def unfit_for(adapter: Mapping[str, Any], facts: ServerFacts) -> list[str]:
 
 
 class Adapters:
-    """Unloads adapters, beside everything else."""
+    """Unloads adapters in the background."""
 
     def __init__(self, timeout_s: float) -> None:
         """Args: timeout_s: of a call."""
@@ -49,7 +49,7 @@ class Adapters:
         self._unloading: set[asyncio.Task[None]] = set()
 
     def unload_unused(self, server: Server) -> None:
-        """Unload what no request names any more, but the newest."""
+        """Unload the adapters that no request names any more, except the newest."""
         for adapter in [name for name, count in server.adapters.items() if not count and name != server.adapter]:
             del server.adapters[adapter]
             task = asyncio.create_task(self._unload(server.url, adapter))
@@ -57,17 +57,17 @@ class Adapters:
             task.add_done_callback(self._unloading.discard)
 
     def unload_all(self, server: Server) -> None:
-        """Unload what a server has that gets no request any more, once those under way have ended."""
+        """Unload all adapters of a server that gets no more requests, each once its requests in flight have ended."""
         server.adapter = ""
         self.unload_unused(server)
 
     async def _unload(self, url: str, adapter: str) -> None:
-        async with SGLangClient(url) as client:  # that of a server that was given up is closed
-            with suppress(EngineError):  # it only takes room, and ends with the server
+        async with SGLangClient(url) as client:  # the client of a fenced server is closed
+            with suppress(EngineError):  # an adapter that stays only takes room
                 await client.post("/unload_lora_adapter", {"lora_name": adapter}, timeout_s=self._timeout_s)
 
     async def close(self, servers: Iterable[Server]) -> None:
-        """Unload all that these servers have: they outlive the run. May be called twice."""
+        """Unload all adapters of these servers, which outlive the run. May be called twice."""
         for server in servers:
             self.unload_all(server)
         if self._unloading:

@@ -1,13 +1,13 @@
 """Asking a server: the HTTP requests of one group are posted at once, and the replies become rollouts.
 
-    Question -> POST /generate (client.py) -> checked and made rollouts (replies.py)
+    Question -> POST /generate (client.py) -> checked and made into rollouts (replies.py)
 
-Each answer comes when it has ended, as an event of a stream or in a request of its own: its room on the server is given
-to others then, and it is kept if the others fail. A server with --incremental-streaming-output answers a request as a
-whole.
+Each answer arrives when it has ended, as an event of a stream or in a request of its own. Its room on the server is
+then free for other requests, and it is kept if the others of its group fail. Only a server with
+--incremental-streaming-output answers a request as a whole.
 
-`DirectAsker` does this in its own process: each of the run's answer workers (runtime/answer_workers.py). It knows
-nothing of fleets, retries or other groups; what a failure means is for the engine to decide.
+`DirectAsker` does this in the process that makes it; each of the run's answer workers (runtime/answer_workers.py) has
+one. It knows nothing of fleets, retries or other groups; the engine decides what a failure means.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from megatron_daro.types import GroupRequest, Rollout
 
 
 class CutShortError(UnreachableError):
-    """Some answers did not come. rollouts: those that had ended."""
+    """Some answers did not come. rollouts: those that came."""
 
     rollouts: tuple[Rollout, ...] = ()
 
 
 class LostWorkerError(EngineError):
-    """Who was asking the server is gone. The server is not to blame; another worker may ask again."""
+    """The worker that was asking the server is gone. The server is not to blame; another worker may ask again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """What the server at `url` is asked for one group.
 
-    calls: the HTTP requests, posted at once. version: weight version for servers that do not tell spans. loaded:
-    what tokens of the weights that the server loaded by itself have as version (with adapters the newest one's); None
-    where none may be of these any more. vocabulary: of
-    the model (`rollouts_of`).
+    calls: the HTTP requests, posted at once. version: weight version for servers that report no spans. loaded: version
+    given to tokens from the weights that the server loaded at its start (with adapters, the newest adapter's); None: no
+    token may come from these. vocabulary: of the model (`rollouts_of`).
     """
 
     url: str
@@ -55,40 +54,41 @@ class Question:
 
 
 class EndedAnswer(NamedTuple):
-    """A sample that has ended. id: what the server calls it. tokens: of the answer, with those from before a resume."""
+    """A sample that has ended. id: the server's name of it. tokens: length of the answer, including tokens from before
+    a retry."""
 
     id: str
     tokens: int
 
 
 class Asker(Protocol):
-    """Whoever puts questions to servers."""
+    """Puts questions to servers."""
 
     @property
     def restarts(self) -> int:
-        """Times that a worker was started again, since the start."""
+        """How often a worker was restarted since the start."""
         ...
 
     async def start(self) -> None:
-        """Become ready to ask; again is nothing. Raises DaroError."""
+        """Become ready to ask; does nothing if ready. Raises DaroError."""
         ...
 
     def when_ended(self, take: Callable[[Sequence[EndedAnswer]], None]) -> None:
-        """Call `take` with answers that have ended, while others of their group are being generated."""
+        """Call `take` with answers as they end, while others of their group are still being generated."""
         ...
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
         """Return the rollouts of all calls, in their order; when it is cancelled, the connections are closed.
 
         Raises:
-            UnreachableError: connection, deadline or 5xx; CutShortError after some answers. RefusedError: 4xx.
+            UnreachableError: connection, deadline or 5xx; CutShortError if some answers came. RefusedError: 4xx.
             BadAnswerError: the answer does not fit.
-            LostWorkerError: nobody knows what became of the request. WorkerError: nobody is left to ask.
+            LostWorkerError: the worker was lost, and the request's outcome with it. WorkerError: no worker is left.
         """
         ...
 
     async def close(self) -> None:
-        """End what is being asked. May be called twice."""
+        """End all questions that are being asked. May be called twice."""
         ...
 
 
@@ -98,14 +98,14 @@ class DirectAsker:
     restarts = 0
 
     def __init__(self, decode: Callable[[Sequence[int]], str], experts: ExpertsFolder | None = None) -> None:
-        """Connect to nothing. Args: decode: token ids -> text. experts: where those that servers chose are written."""
+        """Connect to nothing. Args: decode: token ids -> text. experts: folder for the experts that servers chose."""
         self._decode, self._experts = decode, experts
         self._clients: dict[str, SGLangClient] = {}
         self._turn = asyncio.Lock()
         self._ended: Callable[[Sequence[EndedAnswer]], None] = lambda ended: None
 
     def when_ended(self, take: Callable[[Sequence[EndedAnswer]], None]) -> None:
-        """Call `take` with each answer that has ended."""
+        """Call `take` with each answer as it ends."""
         self._ended = take
 
     async def start(self) -> None:
@@ -114,16 +114,16 @@ class DirectAsker:
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
         """Return the rollouts of all calls. Raises as `Asker.ask` says."""
         client = self._clients.setdefault(question.url, SGLangClient(question.url))
-        # Groups that wait for the same thing, such as new weights, all go on at once: a thousand connections opened in
-        # one go keep the event loop from everything else for seconds. So each has a turn of the loop for itself.
+        # Groups that wait for the same thing, such as new weights, all resume at once, and opening a thousand
+        # connections in one go would block the event loop for seconds. So each question gets a turn of the loop.
         async with self._turn:
             await asyncio.sleep(0)
         tasks = [asyncio.create_task(self._answers(client, question, call)) for call in question.calls]
         try:
-            # Awaited here: a gather that is cancelled from outside reports itself as an exception nobody looked at.
+            # Awaited here: a gather that is cancelled from outside would be reported as an exception never retrieved.
             answers = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # a server ends what nobody waits for
+            for task in tasks:  # a server aborts requests whose connection is closed
                 task.cancel()
         rollouts = tuple(rollout for part, _ in answers for rollout in part)
         failures = [failure for _, failure in answers if failure]
@@ -149,8 +149,8 @@ class DirectAsker:
     async def _answers(
         self, client: SGLangClient, question: Question, call: Call
     ) -> tuple[tuple[Rollout, ...], UnreachableError | None]:
-        """Return the rollouts of one request that ended, in the order of its samples, and why the others did not.
-        Raises as `Asker.ask` says for what is not worth another try, or does not fit."""
+        """Return (the rollouts of one request that ended, in the order of its samples; why the others did not end).
+        Raises RefusedError or BadAnswerError, as `Asker.ask`."""
         ended: dict[int, Sample] = {}
         try:
             if call.streams:
@@ -167,7 +167,7 @@ class DirectAsker:
         return rollouts, None
 
     async def _streamed(self, client: SGLangClient, call: Call, timeout_s: float, ended: dict[int, Sample]) -> object:
-        """Return the answers of one request; ended: takes each, by its place among the samples, when it has ended."""
+        """Return the answers of one request; put each into `ended`, by its place among the samples, when it ends."""
         async with aclosing(client.stream("/generate", call.body, timeout_s=timeout_s)) as events:
             async for event in events:
                 if isinstance(event, list):  # it does not stream
@@ -193,7 +193,7 @@ class DirectAsker:
 
 
 def _check_status(url: str, reason: FinishReason) -> None:
-    """Raise what a status means that the server would answer with, did it not stream.
+    """Raise the error for the status with which the server would have answered if it did not stream.
 
     Source: `_handle_abort_finish_reason` in sglang/srt/managers/tokenizer_manager.py, 0.5.23.
     """

@@ -1,8 +1,8 @@
 """Asynchronous HTTP calls to one SGLang server, each with a deadline; and what a server says of itself.
 
-The engine's parts call servers through it; the senders of sync/ (in the exporting ranks) too. It knows the native
-endpoints and their shapes, nothing of groups, versions or weights. It refuses to wait without a deadline, and tells a
-server that cannot be reached (worth another try) from one that refuses a request (not worth it).
+The engine's parts call servers through it, and so do the senders of sync/ in the exporting ranks. It knows the native
+endpoints and their shapes, nothing of groups, versions or weights. Every call has a deadline. A server that cannot be
+reached (worth another try) raises another error than one that refuses a request (not worth one).
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.plan import Post
 
 _CONNECT_S = 10.0
-# Shorter than the server's own 5 s, so that it does not close a connection at the moment it is used again.
+# Shorter than the server's own 5 s, so that it does not close a connection at the moment we reuse it.
 _KEEPALIVE_S = 2.0
 _ABORTS_AT_ONCE = 4
 _DATA, _DONE, _EVENT_END = b"data: ", b"[DONE]", b"\n\n"
 
 
 class UnreachableError(EngineError):
-    """No whole answer came: connection refused or reset, a deadline, a 5xx. Another try, or server, may succeed.
+    """No complete answer came: connection refused or reset, a deadline, a 5xx. Another try, or another server, may
+    succeed.
 
     status: of a 5xx; else 0."""
 
@@ -46,7 +47,7 @@ class UnreachableError(EngineError):
 
 
 class DisconnectedError(UnreachableError):
-    """The connection could not be made or broke: no answer, and maybe no request either."""
+    """The connection could not be made, or broke: no answer, and maybe the request did not arrive either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,9 @@ class ServerFacts:
     version: as text. calls: its endpoints. device: "cpu", "cuda", ... max_tokens: tokens its cache holds.
     max_input_tokens: longest prompt. context_tokens: longest prompt with its answer. tensor_parallel: ranks of its
     process group. has_tokenizer: whether it reads and writes text beside token ids. quantization: what its layers'
-    matrices are cast to, such as "fp8"; "": nothing. streams_deltas: whether an event of a stream has what is new alone
-    (--incremental-streaming-output); else it has all so far. lora: whether it takes adapters; lora_rank, lora_targets:
-    of which rank and matrices at most; 0 and empty where it does not say.
+    matrices are cast to, such as "fp8"; "": nothing. streams_deltas: whether each event of a stream has only the new
+    tokens (--incremental-streaming-output), instead of all so far. lora: whether it takes adapters. lora_rank,
+    lora_targets: the largest rank, and the matrices, that adapters may have; 0 and empty if it does not say.
     """
 
     version: str
@@ -78,17 +79,17 @@ class ServerFacts:
 
     @property
     def has_sessions(self) -> bool:
-        """Whether a weight update stands between /begin_weight_update and /end_weight_update (0.5.21 and newer)."""
+        """Whether weight updates are enclosed in /begin_weight_update and /end_weight_update (0.5.21 and newer)."""
         return "/begin_weight_update" in self.calls
 
     @property
     def has_checksums(self) -> bool:
-        """Whether the server can tell checksums of its tensors."""
+        """Whether the server can compute checksums of its tensors."""
         return "/weights_checker" in self.calls
 
 
 class SGLangClient:
-    """One server. Use it inside one event loop; `close`, or leave its `async with`, when done."""
+    """Connections to one server. Use it inside one event loop; `close` it, or leave its `async with`, when done."""
 
     def __init__(self, url: str) -> None:
         """Connect to nothing. Args: url: http://host:port."""
@@ -106,10 +107,10 @@ class SGLangClient:
         await self.close()
 
     async def close(self) -> None:
-        """Drop all connections; calls that run or come later fail. May be called twice."""
+        """Drop all connections; present and later calls fail. May be called twice."""
         self._closed = True
-        # The session alone would leave whoever reads a body without a length waiting: `ResponseHandler.close` forgets
-        # the body before `connection_lost` could say that no more comes (aiohttp/client_proto.py, 3.14.5).
+        # Closing only the session would leave the reader of a body without a length waiting: `ResponseHandler.close`
+        # forgets the body before `connection_lost` could end it (aiohttp/client_proto.py, 3.14.5).
         for response in self._responses:
             response.close()
         session, self._session = self._session, None
@@ -121,7 +122,7 @@ class SGLangClient:
         return await self._call("GET", path, None, timeout_s)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> object:
-        """Return the JSON answer of a POST; None where the body of the answer is empty or no JSON.
+        """Return the JSON answer of a POST; None if the body of the answer is empty or not JSON.
 
         Raises:
             UnreachableError: connection, deadline or 5xx. RefusedError: 4xx, with what the server said.
@@ -129,13 +130,14 @@ class SGLangClient:
         return await self._call("POST", path, body or {}, timeout_s)
 
     async def stream(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> AsyncGenerator[Any, None]:
-        """Yield the events of a streamed answer, each as JSON; of one that is not streamed, the whole as the only one.
+        """Yield the events of a streamed answer, each as JSON; an answer that is not streamed is yielded whole.
 
         Source: `serve_generate_request` in sglang/srt/entrypoints/http_server.py, 0.5.23: "data: JSON", an empty line,
-        and "data: [DONE]" in the end; what goes wrong on the way is an event {"error": {"message", "code"}}.
+        and "data: [DONE]" at the end; an error on the way is an event {"error": {"message", "code"}}.
 
         Raises:
-            UnreachableError: connection, deadline, 5xx, or no end. RefusedError: 4xx, with what the server said.
+            UnreachableError: connection, deadline, 5xx, or a stream without its end. RefusedError: 4xx, with what the
+                server said.
         """
         async with self._response("POST", path, body, timeout_s) as response:
             if response.content_type != "text/event-stream":
@@ -151,7 +153,7 @@ class SGLangClient:
         raise UnreachableError(f"{self.url}{path}: the stream of answers ended before its end was told")
 
     async def facts(self, *, timeout_s: float) -> ServerFacts:
-        """Return what the server says of itself. Raises RefusedError where it is no SGLang server."""
+        """Return what the server says of itself. Raises as `post`; RefusedError also if it is not an SGLang server."""
         try:
             info = await self.get("/server_info", timeout_s=timeout_s)
         except RefusedError:
@@ -163,7 +165,7 @@ class SGLangClient:
             raise RefusedError(f"{self.url}: /server_info: {error}; this is no SGLang server") from None
 
     async def model_info(self, *, timeout_s: float) -> Mapping[str, str]:
-        """Return the texts that say what its model is; empty where they have another form. Raises as `post` does."""
+        """Return the text values with which it describes its model; empty if it answers none. Raises as `post` does."""
         try:
             info = await self.get("/model_info", timeout_s=timeout_s)
         except RefusedError:
@@ -171,10 +173,10 @@ class SGLangClient:
         return printable_values(info)
 
     async def abort(self, request_ids: Sequence[str], *, timeout_s: float) -> None:
-        """Ask to end these requests, each within `timeout_s`; those the server does not know are ignored by it.
+        """Ask the server to abort these requests, each call within `timeout_s`; it ignores names that it does not know.
 
-        A few are sent at a time, on connections that are used again: thousands that are opened at once keep the event
-        loop from everything else for seconds. After so many without an answer the server is left alone.
+        A few calls are sent at a time, on reused connections: opening thousands at once would block the event loop for
+        seconds. When every one of these senders has met a deadline or a 5xx, the rest is not sent.
         """
         remaining_ids = iter(request_ids)
 
@@ -190,7 +192,7 @@ class SGLangClient:
         await asyncio.gather(*(send() for _ in request_ids[:_ABORTS_AT_ONCE]))
 
     async def healthy(self, *, timeout_s: float) -> bool:
-        """Whether the server produced a token since the call began; it makes one itself if it is idle."""
+        """Whether the server generates a token after the call began; an idle one generates one for this."""
         try:
             await self.get("/health", timeout_s=timeout_s)
         except EngineError:
@@ -205,7 +207,7 @@ class SGLangClient:
     async def _response(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Give the answer to a call that was accepted, to be read within the block."""
+        """Give the response to an accepted call, to be read within the block."""
         if self._closed:
             raise DisconnectedError(f"{self.url}{path}: its connections were closed")
         if self._session is None:
@@ -231,7 +233,7 @@ class SGLangClient:
             raise DisconnectedError(f"{self.url}{path}: {type(error).__name__}: {printable(error)}") from error
 
     def _check(self, path: str, status: int, content: bytes) -> None:
-        """Raise what a status of 400 or more means."""
+        """Raise the error that a status of 400 or more stands for."""
         if status >= 500:
             failed = UnreachableError(f"{self.url}{path}: status {status}: {error_message(_parsed(content), content)}")
             failed.status = status
@@ -241,7 +243,7 @@ class SGLangClient:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield what follows "data: " in each event, however it was cut on the way."""
+    """Yield what follows "data: " in each event, however the network split it."""
     buffer, looked = bytearray(), 0
     async for chunk in content.iter_any():
         buffer += chunk
@@ -283,8 +285,8 @@ def _parsed(content: bytes) -> object:
 
 @asynccontextmanager
 async def connect_to_servers() -> AsyncIterator[Post]:
-    """Give what calls any server, on connections that are kept within the block: what the exporting ranks hand to
-    their senders, which call each server once a bucket."""
+    """Give a function that posts to any server, on connections that are kept within the block. The exporting ranks hand
+    this to their senders, which call each server once per bucket."""
     clients: dict[str, SGLangClient] = {}
 
     async def post(url: str, path: str, body: Mapping[str, Any], timeout_s: float) -> object:

@@ -1,11 +1,11 @@
 """The command line of an SGLang server, and its environment variables.
 
-`engine.sglang.arguments` keep upstream's names -> `argument_problems` (before anything starts) -> `server_command` ->
-ManagedProcess. Refuses arguments that this package owns, and values that a command line cannot carry.
+`engine.sglang.arguments`, under upstream's names -> `argument_problems` (before anything starts) -> `server_command` ->
+ManagedProcess. Refuses arguments that this package sets itself, and values that a command line cannot carry.
 
 A server starts from inside a Ray worker of the trainer with another interpreter, so much of the trainer's environment
 is wrong for it and is left out. The rest is kept: CUDA_VISIBLE_DEVICES as Ray set it (this is how the server learns its
-GPUs), NCCL_*, SGLANG_*, OMP_*, HF_HOME, ... `_ADDED` wins over these, `engine.sglang.env` over every rule.
+GPUs), NCCL_*, SGLANG_*, OMP_*, HF_HOME, ... `_ADDED` overrides these, and `engine.sglang.env` overrides everything.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ OWNED_ARGUMENTS: Mapping[str, str] = {
     **dict.fromkeys(("disaggregation_mode", "fastapi_root_path"), _HTTP_ONLY),
     **dict.fromkeys(("api_key", "admin_api_key"), _NO_KEY),
 }
-"""Names (with underscores) that are not the user's to give, and what to do instead."""
+"""Names (with underscores) of arguments that users may not give -> what to do instead."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerPart:
-    """Which part of a server a process is, of how many, and where all of them meet: host:port of the first one's."""
+    """number: which part of a server a process is. parts: how many there are. meeting: host:port, on the first part's
+    host, at which all parts meet."""
 
     number: int
     parts: int
@@ -90,12 +91,12 @@ def server_command(
         nccl_port: port of the server's own process group, reserved (see megatron_daro/ports.py for why it is given).
         tensor_parallel: ranks.
         seed: of sampling.
-        arguments: further arguments under upstream's names, with hyphens or underscores. True is a flag by itself;
-            False and None leave upstream's default; a list is several values; a dict is JSON text.
+        arguments: further arguments under upstream's names, with hyphens or underscores. True becomes a flag without a
+            value; False and None leave upstream's default; a list becomes several values; a dict becomes JSON text.
         part: of a server that is spread over nodes; None: all of it.
 
     Raises:
-        ConfigError: with every argument that is owned or cannot be written.
+        ConfigError: lists every argument that users may not give or that cannot be written.
     """
     problems = argument_problems(arguments)
     if problems:
@@ -115,12 +116,12 @@ def server_command(
 
 
 def argument_problems(arguments: Mapping[str, Any], known: Iterable[str] = ()) -> list[Problem]:
-    """Everything wrong with the user's arguments; empty if nothing is.
+    """Return everything that is wrong with the user's arguments; empty if nothing is.
 
     Args:
         arguments: `engine.sglang.arguments`.
         known: names that the installed SGLang has, with underscores (ServerEnvironment.argument_names). Empty: names
-            are not compared.
+            are not checked.
     """
     problems, spelled, unowned = [], dict[str, str](), dict[str, Any]()
     for name, value in arguments.items():
@@ -149,7 +150,7 @@ def argument_problems(arguments: Mapping[str, Any], known: Iterable[str] = ()) -
 
 
 def _words(name: str, value: object) -> list[str]:
-    """One argument as words of a command line."""
+    """Return one argument as words of a command line."""
     flag = "--" + name.replace("_", "-")
     if value is None or value is False:
         return []
@@ -166,7 +167,7 @@ def _text(value: object) -> str:
 
 
 def _value_problems(field: str, value: object) -> list[Problem]:
-    """At most one problem: what a command line cannot carry, or would read as something else."""
+    """Return at most one problem: a value that a command line cannot carry, or would read as something else."""
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     allowed = "true, false, null, a number, text, a mapping, or a list of numbers and texts"
     if not items:
@@ -195,33 +196,35 @@ def _is_json(value: object) -> bool:
 
 
 _DROPPED_PREFIXES = ("PYTHON", "RAY_", "TORCHELASTIC_")
-"""PYTHONPATH and PYTHONHOME point into the trainer's environment; PYTHONDONTWRITEBYTECODE makes every start of a
-server compile all its modules again."""
+"""PYTHONPATH and PYTHONHOME point into the trainer's environment; with PYTHONDONTWRITEBYTECODE every start of a server
+would compile all its modules again."""
 _DROPPED = frozenset(
     {
         "VIRTUAL_ENV",
         "VIRTUAL_ENV_PROMPT",
         # The trainer's process group, which a server must not join.
         *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-        # Expandable segments exclude the memory saver of a server; one connection serializes a server's streams.
+        # Expandable segments cannot be used with a server's memory saver; a single connection would serialize its
+        # streams.
         *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
     }
 )
 _ADDED = {
-    "HF_HUB_OFFLINE": "1",  # Model files are local; a server must not hang on a network look-up.
+    "HF_HUB_OFFLINE": "1",  # Model files are local; a server must not hang in a network request for them.
     "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1",  # The end of the log is there when the process died.
-    "PYTHONSAFEPATH": "1",  # A folder called `torch` in the working directory is no module. Python 3.11 and newer.
-    # DeepGEMM, which multiplies fp8 blocks, compiles a kernel when a batch needs it, in seconds. At true the first
-    # batch of a kind has all its kernels compiled: minutes without a token, and stall_timeout_s would end the server.
+    "PYTHONUNBUFFERED": "1",  # So that the log is complete when the process dies.
+    "PYTHONSAFEPATH": "1",  # Not to import a folder called `torch` in the working directory. Python 3.11 and newer.
+    # With false, DeepGEMM, which multiplies fp8 blocks, compiles each kernel when a batch first needs it, in seconds.
+    # With true, the first batch of a kind would compile all its kernels: minutes without a token, in which
+    # stall_timeout_s would end the server.
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
-    # A server of several GPUs takes what is free on the fullest one, and starts: beside ranks, or what a server before
-    # it left, one has more than another, which is an error by default.
+    # By default a server of several GPUs fails to start if one has less free memory than another, as happens beside
+    # trainer ranks or remains of an earlier server. With false it takes on each what is free on the fullest one.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
 }
 CPU_SERVER = {
-    # The C library keeps freed memory for the next bucket of weights; else the system clears every page of every bucket
-    # anew, which takes longer than to send it.
+    # Make the C library keep freed memory for the next bucket of weights; otherwise the system clears every page of
+    # every bucket anew, which takes longer than sending it.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
 }
@@ -229,7 +232,7 @@ CPU_SERVER = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host."""
+    """Whether the host can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -239,12 +242,12 @@ def is_loopback(host: str) -> bool:
 def server_environment(
     user: Mapping[str, str], *, host: str, python: Path, inherited: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """All environment variables of a server process.
+    """Return all environment variables of a server process.
 
     Args:
         user: added last.
-        host: the server's host. For a loopback host gloo is told to use the loopback interface; requests to the host
-            go past any HTTP proxy, as SGLang asks itself over HTTP.
+        host: the server's host. For a loopback host gloo is told to use the loopback interface. Requests to the host
+            bypass any HTTP proxy, since SGLang sends requests to itself over HTTP.
         python: the server's interpreter; its folder comes first in PATH (SGLang compiles kernels with its `ninja`).
         inherited: default os.environ.
     """

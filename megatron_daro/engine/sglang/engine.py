@@ -1,6 +1,6 @@
 """SGLang servers as one rollout engine: what the loop and the weight sync see of them.
 
-Rollouts: generation.py. Servers: supervision.py, and memory.py where the trainer shares their GPUs. Weights: update.py.
+Rollouts: generation.py. Servers: supervision.py, and memory.py if the trainer shares their GPUs. Weights: update.py.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from megatron_daro.types import GroupRequest, Rollout
 
 
 def layout_of_servers(options: SGLangSection, model_path: Path) -> ServerLayout:
-    """Return how each server has the model on its ranks. Raises ModelError: that is not known."""
+    """Return how each server lays the model out on its ranks. Raises ModelError: this is not known."""
     arguments = {**options.named_arguments, "tp_size": options.tensor_parallel}
     return server_layout(read_model_shape(model_path), arguments)
 
 
 def _name_of(run_dir: Path) -> str:
-    """Return a name that another run's directory does not have, and that this one has again when it is resumed."""
+    """Return a name that differs from other runs' but is the same when this run is resumed."""
     run_dir = run_dir.resolve()
     return f"{run_dir.name}-{zlib.crc32(os.fsencode(run_dir)):08x}"
 
@@ -74,7 +74,7 @@ class SGLangEngine:
             probe_tokens: given text of the check after each weight update.
 
         Raises:
-            ModelError: `sync: shards` with servers whose weights lie in a way that is not known.
+            ModelError: `sync: shards`, but the layout of the servers' weights is not known.
         """
         self._handles, self._options, self._expected, self._asker = handles, options, expected, asker
         self._temperature, self._probe_tokens = temperature, tuple(probe_tokens)
@@ -119,7 +119,7 @@ class SGLangEngine:
         self._started = False
 
     async def start(self) -> None:
-        """Start the servers; again is nothing. Raises EngineError with what is wrong, after ending them."""
+        """Start the servers, unless they are started. Raises EngineError with what is wrong, after ending them."""
         if self._started:
             return
         try:
@@ -134,20 +134,21 @@ class SGLangEngine:
         self._started = True
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """Return the rollouts of each request as soon as all of them ended; closing the iterator aborts the rest."""
+        """Yield the rollouts of each request as soon as all of them ended; closing the iterator aborts the rest."""
         self._check_usable()
         return self._generation.generate(requests)
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
-        """Stop these groups (None: all); they come back with what they have."""
+        """Stop these groups (None: all); `generate` yields them with the tokens they have."""
         await self._generation.abort(group_ids)
 
     def begin_update(self, version: int, only: str | None = None) -> ServerUpdate | None:
-        """Take every server that answers out of service for an update, or the one of this name if it still waits for
-        weights. Where none answers the update waits for the first that is back.
+        """Take servers out of service for an update: all that serve or are joining, or, with `only`, the server of this
+        name. Returns None if that one is no longer joining. If there is no server, the update of all waits for the
+        first that comes back.
 
         Raises:
-            EngineError: all are gone, or the engine does not run.
+            EngineError: all servers are gone, or the engine is not running.
         """
         self._check_usable()
         if only is None:
@@ -161,8 +162,8 @@ class SGLangEngine:
         return update
 
     def serve_as_loaded(self) -> None:
-        """Use servers with the weights that they were started with, now and whenever one comes back: no policy gives
-        them others."""
+        """Let servers serve with the weights that they were started with, now and whenever one comes back. For use
+        without a policy."""
 
         async def serve(name: str) -> None:
             for server in self.fleet.of("joining"):
@@ -174,11 +175,11 @@ class SGLangEngine:
             self.fleet.serve(server, None)
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
-        """Call `call` with the name of each server that comes back, but not on GPUs that the trainer shares."""
+        """Call `call` with the name of each server that comes back, unless servers share the trainer's GPUs."""
         self._when_back = call
 
     def metrics(self) -> dict[str, float]:
-        """`engine/*`: servers that serve, and what was given up, started again and asked again since the start."""
+        """Return `engine/*`: the number of serving servers; fenced servers, restarts and retries since the start."""
         return {
             "engine/servers": float(len(self.fleet.of("serving"))),
             "engine/fenced": float(self.fleet.fenced_count),
@@ -188,16 +189,16 @@ class SGLangEngine:
         }
 
     async def release_memory(self) -> None:
-        """Give the GPUs to the trainer; no request may be under way. The next update of weights takes memory again.
+        """Give the GPUs to the trainer; no request may be in flight. The next weight update takes the memory again.
 
         Raises:
-            EngineError: no server is left.
+            EngineError: no server is left, or the engine is not running.
         """
         self._check_usable()
         await self._memory.release()
 
     def allow_starts(self) -> None:
-        """Start servers again that died in the trainer's turn: it has left the GPUs."""
+        """Restart servers that died in the trainer's turn, now that it has left the GPUs."""
         self._supervision.allow_starts()
 
     async def fatal_error(self) -> EngineError:
@@ -205,7 +206,7 @@ class SGLangEngine:
         return await self.fleet.fatal_error()
 
     async def close(self) -> None:
-        """End requests and servers of ours. May be called twice."""
+        """End all requests, and the servers that this run started. May be called twice."""
         self.fleet.close("the SGLang engine was closed")
         self._generation.close()
         await self._adapters.close(s for s in self.fleet.servers if not self._handles[s.name].restartable)
@@ -220,8 +221,9 @@ class SGLangEngine:
         self._supervision.restart(server)
 
     async def _join(self, server: Server) -> None:
-        """Ask for weights for a server that came back. Before the first update, that one brings them; and where the
-        trainer shares its GPUs, the next one does: in the servers' turn the trainer's weights are on the host."""
+        """Ask for the weights for a server that came back (before the first update of all, WeightSync leaves them to
+        that one). A server that shares the trainer's GPUs waits for the next update of all: in the servers' turn the
+        trainer's weights are on the host."""
         if self._when_back and not self._expected.shares_gpus:
             await self._when_back(server.name)
 
@@ -231,7 +233,7 @@ class SGLangEngine:
         self.fleet.check()
 
     async def _probe(self, server: Server, verified: bool) -> ProbeAnswer:
-        """Return what a server that serves nobody else yet makes of the fixed text."""
+        """Send the probe to a server that does not serve yet; return its answer."""
         name = f"{self._generation.new_name()}-probe"
         request, body = probe_call(self._probe_tokens, name, temperature=self._temperature, adapter=server.adapter)
         answers = await server.client.post("/generate", body, timeout_s=self._options.sync_timeout_s)

@@ -1,7 +1,7 @@
 """The servers of a run: which one gets the next request, which one is given up, and whether any is left.
 
-generation.py takes a server for each request and gives it back. Only one that serves is handed out, and nobody waits
-for servers when all are gone. A server's state changes in these methods alone:
+generation.py acquires a server for each request and releases it. Only serving servers are handed out, and all waits end
+with an error when no server is left. A server's state changes only in these methods:
 
     hold_back      starting; serving, suspect, joining  -> joining
     begin_update   serving, joining                     -> updating
@@ -9,7 +9,7 @@ for servers when all are gone. A server's state changes in these methods alone:
     suspect        serving                              -> suspect
     fence          any                                  -> fenced, for ever
     start_failed   starting                             -> fenced, for ever
-    start_again    fenced                               -> another takes its place: starting
+    start_again    fenced                               -> replaced by a new Server: starting
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ from megatron_daro.errors import DeadlineError, EngineError
 
 State = Literal["starting", "joining", "serving", "updating", "suspect", "fenced"]
 """starting: its process loads; joining: it answers, and lacks the policy's weights or has given its memory to the
-trainer; serving: it gets requests; updating: its weights change; suspect: its requests fail, and it is looked why;
-fenced: given up."""
+trainer; serving: it gets requests; updating: its weights change; suspect: its requests fail, and the cause is being
+looked for; fenced: given up."""
 
-# Before any answer came, one is taken to be this part of the longest.
+# Before any answer has come, answers are estimated at this part of the limit.
 _FIRST_GUESS = 0.25
-# A new length moves the running mean by this much; a few dozen groups decide it.
+# Weight of a new length in the running mean of answer lengths, which so reflects the last few dozen answers.
 _MEMORY = 0.05
-# Answers longer than the mean are the ones that fill a server.
+# Estimates are this many times the mean: it is the longer answers that fill a server.
 _MARGIN = 1.5
-# A server is given up when so many requests failed with no success between, over so many seconds: a moment in which
-# everything under way at once is refused is no reason to start a server again.
+# A server is given up when so many requests failed with no success between, over at least so many seconds: a moment in
+# which all requests in flight fail at once is no reason to restart it.
 _FAILURES_IN_A_ROW, _FAILING_S = 5, 3.0
 
 
 @dataclass(eq=False)
 class Server:
-    """One process of a server and what is known of it. The next process is another object (`start_again`): whoever
-    began with this one, and goes on when that one runs, changes nothing of it. Its state only the fleet changes; other
-    fields are set where they are learned.
+    """One process of a server and what is known of it. The next process is another object (`start_again`), so a task
+    that still holds this one cannot change the state of the next. Only the fleet changes `state`; other fields are set
+    where they are learned.
 
-    facts: once it answered. version: of its weights while it serves. versions: all that it was given (receiving.py).
-    adapter: where versions are adapters, the one that new requests name; adapters: that it has -> requests under way
-    that name it (receiving.py, generation.py). released: memory that it gave back, by SGLang's names (memory.py): a
-    joining server lacks weights, memory or both. failures: in a row.
+    facts: known once it has answered. version: of its weights while it serves. versions: all that it was given
+    (receiving.py). adapter: if versions are adapters, the one that new requests name; adapters: each one that it has ->
+    number of requests in flight that name it (receiving.py, generation.py). released: memory that it gave back, by
+    SGLang's names (memory.py); a joining server lacks weights, memory or both. failures: in a row.
 
-    Of the processes before it, too: restarts: how many they were. awaited_restarts: for how many the run waits at most.
-    served_at: at how many restarts one served last. reason: why the last was given up, or what a sending said.
+    These carry over from the processes before it. restarts: how many there were. awaited_restarts: for how many the run
+    waits at most. served_at: the value of `restarts` when one last served. reason: why the last one was given up, or
+    how the last send to it failed.
     """
 
     name: str
@@ -82,21 +83,21 @@ class Server:
 
     @property
     def is_up(self) -> bool:
-        """Whether it is taken to answer."""
+        """Whether it is expected to answer."""
         return self.state not in ("starting", "fenced")
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it may come to serve, so that the run waits for it where no other server is left.
+        """Whether it may serve again by itself, so that the run waits for it if no other server is left.
 
-        One that joins or is suspect is awaited. One that was given up or starts is where it served before (else what
-        kept it from that will be there again), through three starts in a row after which it served nobody and as far
-        as `max_restarts` allows; not where somebody else would have to start it, or the trainer to leave its GPUs first
-        (`awaited_restarts` is 0).
+        A server that is joining or suspect is awaited. One that is fenced or starting is awaited only if it has served
+        before (otherwise what kept it from serving would do so again), for three starts since it last served, and
+        within `max_restarts`; never if somebody else would have to start it, or if the trainer would have to leave its
+        GPUs first (`awaited_restarts` is 0).
         """
         if self.is_up or self.served_at is None:
             return self.state in ("joining", "suspect")
-        start = self.restarts + (self.state == "fenced")  # the one that goes on, or comes next
+        start = self.restarts + (self.state == "fenced")  # the present start, or the next one
         return start <= min(self.awaited_restarts, self.served_at + STARTS)
 
     def failed(self) -> bool:
@@ -108,11 +109,11 @@ class Server:
         return self.failures >= _FAILURES_IN_A_ROW and now - self.failing_since >= _FAILING_S
 
     def progressed(self) -> None:
-        """Note that it did something, right or wrong."""
+        """Note that it showed a sign of life."""
         self.last_progress = time.monotonic()
 
     def succeeded(self) -> None:
-        """Note that it gave rollouts, or serves (again): what failed before does not count any more."""
+        """Note that it returned rollouts, or begins to serve: earlier failures no longer count."""
         self.progressed()
         self.failures = 0
 
@@ -124,12 +125,12 @@ class Fleet:
         self, servers: Sequence[Server], *, max_tokens_in_flight: int | None, on_fenced: Callable[[Server], None]
     ) -> None:
         """Args: servers: in the order of their names. max_tokens_in_flight: per server; None: twice its cache.
-        on_fenced: called once for every fencing, after the state changed."""
+        on_fenced: called once for each server that is fenced, after its state changed."""
         self.servers = list(servers)
         self._limit = max_tokens_in_flight
         self._on_fenced = on_fenced
         self._changed = asyncio.Event()
-        # The first in line waits for a change, the others for their turn: hundreds that wait are not all woken by each.
+        # Only the first in line waits for a change, so that one change does not wake hundreds of waiting requests.
         self._line = asyncio.Lock()
         self._mean_length: float | None = None
         self._closed = ""
@@ -141,7 +142,7 @@ class Fleet:
         return [server for server in self.servers if server.state in states]
 
     def start_again(self, server: Server) -> Server:
-        """Put another process in the place of one that was given up; returns it."""
+        """Replace a fenced server by a new one of the same name, for its next process; return that."""
         successor = Server(
             server.name,
             restarts=server.restarts + 1,
@@ -154,7 +155,7 @@ class Fleet:
         return successor
 
     def hold_back(self, server: Server) -> None:
-        """Give a server no request until an update: it was started and lacks weights, or the trainer has its memory."""
+        """Send a server no requests until its next update: it lacks weights, or the trainer has its memory."""
         self._set_state(server, "joining")
 
     def begin_update(self, server: Server) -> None:
@@ -163,17 +164,17 @@ class Fleet:
         self._set_state(server, "updating")
 
     def serve(self, server: Server, version: int | None) -> None:
-        """Let a server that has its weights get requests. version: of the weights; None: those that it loaded."""
+        """Let a server get requests. version: of its weights; None: those that it loaded at its start."""
         server.version, server.served_at = version, server.restarts
         server.succeeded()
         self._set_state(server, "serving")
 
     def suspect(self, server: Server) -> None:
-        """Take a server out of service since its requests fail, until it is known why."""
+        """Take a server out of service whose requests fail, while the cause is looked for."""
         self._set_state(server, "suspect")
 
     def fence(self, server: Server, reason: str) -> None:
-        """Give a server up: its requests are cancelled (and made elsewhere), and it gets no others."""
+        """Give a server up: its requests are cancelled (and retried elsewhere), and it gets no others."""
         if server.state == "fenced":
             return
         server.reason = reason
@@ -184,18 +185,18 @@ class Fleet:
         self._end_if_all_gone()
 
     def start_failed(self, server: Server, reason: str) -> None:
-        """Give up a server that did not come up."""
+        """Give up a server that did not come up. Not counted as a fencing, and `on_fenced` is not called."""
         server.reason = reason
         self._set_state(server, "fenced")
         self._end_if_all_gone()
 
     def awaits(self) -> bool:
-        """Whether a server may come back that the run waits for (`Server.is_awaited`)."""
+        """Whether the run waits for some server to come back (`Server.is_awaited`)."""
         return any(server.is_awaited for server in self.servers)
 
     async def returned(self) -> list[Server]:
-        """Wait until a server that is awaited can take weights; empty where none is awaited. EngineError: all are
-        gone."""
+        """Wait until a server is joining, and return all that are; empty if none is and none is awaited. Raises
+        EngineError: all are gone."""
         while not (joining := self.of("joining")) and self.awaits():
             self.check()
             await self._changed.wait()
@@ -203,7 +204,7 @@ class Fleet:
         return joining
 
     def fail(self, error: EngineError) -> None:
-        """End the fleet: everyone who waits, or comes later, gets this error."""
+        """End the fleet: all present and later waits get this error."""
         if self.failure is None:
             self.failure = asyncio.get_running_loop().create_future()
         if not self.failure.done():
@@ -211,25 +212,25 @@ class Fleet:
         self._notify()
 
     def check(self) -> None:
-        """Raise what ended the fleet, if something did."""
+        """Raise EngineError with what ended the fleet, if it has ended."""
         if self.failure is not None and self.failure.done():
             raise EngineError(str(self.failure.result()))
         if self._closed:
             raise EngineError(self._closed)
 
     async def fatal_error(self) -> EngineError:
-        """Wait for the end of the fleet, and return why."""
+        """Wait until the fleet has failed, and return why."""
         if self.failure is None:
             self.failure = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self.failure)
 
     def close(self, reason: str) -> None:
-        """Nobody gets a server any more."""
+        """Hand out no more servers: `acquire` and `returned` raise EngineError with this reason."""
         self._closed = reason
         self._notify()
 
     def _end_if_all_gone(self) -> None:
-        """End the fleet where no server is left, and none is awaited."""
+        """Fail the fleet if no server is left and none is awaited."""
         if not self.of("serving", "updating") and not self.awaits():
             last = "; ".join(f"{s.name}: {s.reason}" for s in self.servers if s.reason)
             self.fail(EngineError(f"all {len(self.servers)} SGLang servers are gone: {last}"))
@@ -237,15 +238,15 @@ class Fleet:
     async def acquire(
         self, tokens: int, *, timeout_s: float, avoid: Server | None = None, prefer: Server | None = None
     ) -> Server:
-        """Return the serving server with the fewest tokens in flight that has room; waits for one, first come first
-        served, so that small requests do not starve a large one.
+        """Return the serving server with room that has the fewest tokens in flight; wait for one if none has room,
+        first come first served, so that small requests do not starve a large one.
 
         Args:
-            tokens: what the request will hold, as `estimate` says. One that exceeds a server's limit gets an idle one.
-            timeout_s: longest time in which no request of any server ends and no server changes its state: a long line
-                that moves is no reason to give up, nor is a start that the run waits for, which has its own limit.
-            avoid: taken only where no other has room: one on which the request failed. prefer: taken where it has room:
-                one that has the beginning of the request in its cache.
+            tokens: what the request will hold, by `estimate`. A request above a server's limit gets an idle server.
+            timeout_s: longest time in which no request of any server ends and no server changes its state. A long line
+                that moves does not time out, nor does a start that the run waits for, which has its own limit.
+            avoid: server on which the request failed, taken only if no other has room. prefer: server that has the
+                beginning of the request in its cache, taken if it has room.
 
         Raises:
             EngineError: all servers are gone, or the fleet was closed. DeadlineError: nothing moved in that time.
@@ -261,7 +262,8 @@ class Fleet:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
         except TimeoutError:
-            # One that joins may wait for the batch that waits here, where it has the trainer's GPUs.
+            # A joining server does not count: if it shares the trainer's GPUs, it may itself be waiting for the batch
+            # that waits here.
             coming = [server for server in self.servers if server.is_awaited and server.state != "joining"]
             if coming and not self.of("serving", "updating"):
                 return
@@ -272,23 +274,23 @@ class Fleet:
             ) from None
 
     def release(self, server: Server, tokens: int) -> None:
-        """Give back what `acquire` took."""
+        """Give back the room that `acquire` reserved."""
         server.tokens_in_flight = max(server.tokens_in_flight - tokens, 0)
         self._notify()
 
     def estimate(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """Tokens that one sample will hold: its prompt, and an answer somewhat longer than the mean so far."""
+        """Return the tokens that one sample will hold: its prompt, and an answer somewhat longer than the mean."""
         expected = max_new_tokens * _FIRST_GUESS if self._mean_length is None else self._mean_length * _MARGIN
         return prompt_tokens + max(1, min(max_new_tokens, int(expected)))
 
     def learn_lengths(self, lengths: Iterator[int]) -> None:
-        """Take the lengths of finished answers into the mean."""
+        """Update the mean with the lengths of finished answers."""
         for length in lengths:
             mean = length if self._mean_length is None else self._mean_length
             self._mean_length = mean + _MEMORY * (length - mean)
 
     def _set_state(self, server: Server, state: State) -> None:
-        """Change a server's state and wake those who wait for one."""
+        """Change a server's state and wake those who wait."""
         server.state = state
         self._notify()
 
@@ -308,6 +310,6 @@ class Fleet:
         return 2 * server.facts.max_tokens if server.facts else 0
 
     def _notify(self) -> None:
-        """Have the first in line look again, and `returned`."""
+        """Have the first in line, and `returned`, look again."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,9 +1,9 @@
-"""Servers whose matrices are fp8 blocks: how they are started, and whether both ends mean the same matrices.
+"""Servers whose matrices are fp8 blocks: how they are started, and whether both ends agree on which matrices these are.
 
-A matrix that one end leaves in bf16 would be read as other numbers, so what was sent as blocks is compared with what a
-server has as blocks, at the first update of each. sync/fp8_cast.py makes the blocks.
-Source: sglang 0.5.23: srt/utils/weight_checker.py: a checksum's answer names quantized matrices always, others unless
-they are skipped, so that a skip of everything leaves the quantized ones; srt/models: which projections are fused.
+A matrix that only one end treats as blocks would be read as other numbers, so what was sent as blocks is compared with
+what a server keeps as blocks, at the first update of each process. sync/fp8_cast.py makes the blocks.
+Source: sglang 0.5.23: srt/utils/weight_checker.py: the answer to "checksum" always names quantized matrices, and others
+unless they are skipped, so skipping everything leaves the quantized ones; srt/models: which projections are fused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron_daro.config.precision import FP8_BLOCK
 from megatron_daro.families import families
 
 FIRST_SGLANG = (0, 5, 23)
-"""The first version that is known to tell which of its matrices are blocks."""
+"""The oldest version known to report which of its matrices are blocks."""
 MANIFEST_CALL: Mapping[str, Any] = {"action": "checksum", "skip_tensor_list": ["."]}
-"""Body of /weights_checker whose answer names the quantized matrices alone."""
+"""Body of a /weights_checker call whose answer names only the quantized matrices."""
 _ROLES = (
     "qkv",
     "attention_output",
@@ -41,7 +41,7 @@ _FUSED = (
 
 
 def fp8_arguments() -> dict[str, Any]:
-    """Arguments of a server that expects blocks. Its first weights are random: the files have none that fit."""
+    """Return arguments of a server that expects blocks. It starts with random weights: its files have no blocks."""
     blocks = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -53,19 +53,20 @@ def fp8_arguments() -> dict[str, Any]:
 
 
 def fp8_matrices(model_type: str) -> tuple[str, ...]:
-    """Name the matrices of a family that are sent as blocks, with `{layer}` and `{expert}` for numbers."""
+    """Return the names of a family's matrices that are sent as blocks, with `{layer}` and `{expert}` for numbers."""
     tensors = families()[model_type].tensors
     return tuple(name for role in _ROLES for name in tensors.get(role, ()))
 
 
 def fp8_disagreement(sent: Iterable[str], reported: Iterable[str]) -> str:
-    """Why a server cannot read what was sent to it; empty where both ends mean the same matrices.
+    """Return how a server's fp8 matrices differ from those that were sent; empty if they agree.
 
     Args:
-        sent: HF names of the matrices that were sent as blocks. reported: those that the server has so, in its names.
+        sent: HF names of the matrices that were sent as blocks. reported: the server's names of those it keeps as
+            blocks.
     """
     theirs = set(reported)
-    # On some GPUs shared experts are one more of the others (models/glm4_moe.py, `load_weights`).
+    # On some GPUs a server appends shared experts to the routed ones (models/glm4_moe.py, `load_weights`).
     place = _SHARED if any(_SHARED in name for name in theirs) else ".experts.0."
     ours = {_server_name(name.replace(_SHARED, place)) for name in sent}
     if ours == theirs:
@@ -80,7 +81,7 @@ def fp8_disagreement(sent: Iterable[str], reported: Iterable[str]) -> str:
 
 
 def _manifest(names: Iterable[str]) -> str:
-    """Hash the sorted names and the block's size: first 12 hex digits of sha256."""
+    """Return a hash of the sorted names and the block's size: the first 12 hex digits of sha256."""
     lines = [*sorted(names), f"e4m3 {FP8_BLOCK}x{FP8_BLOCK}"]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 

@@ -1,16 +1,16 @@
-"""Rollouts from a fleet of servers, request by request: who is asked for what, and again where that fails.
+"""Rollouts from a fleet of servers, request by request: which server is asked, and retries after failures.
 
     generate -> _answer, one for each request: asks until all its samples have ended, or 8 tries failed
       _try:  a server with room (fleet.py) -> HTTP requests (request.py) -> _ask -> keeps what came, gives room back
       _ask:  Asker.ask, in a process of the answer workers (runtime/answer_workers.py) -> POST /generate (client.py)
-             -> reply checked, and made rollouts (replies.py)
+             -> replies checked and made into rollouts (replies.py)
 
 A request (for K answers of a group; in a conversation, for one) goes to the server with the fewest tokens in flight, or
-that of the turn before; what one of its answers holds there is given back when that answer has come. It is routed here;
-answer workers post it, parse the replies and decode the tokens, and this process gets finished rollouts. A failed
-request is retried, elsewhere if possible; one that a weight update cut short (of a caller's own: in training none runs
-then) continues from the tokens it has. Answers of weights that a server was never given are rejected, and every wait
-has a deadline.
+to the server of the previous turn. The room that each answer takes there is given back when that answer has come. This
+process routes the request; answer workers post it, parse the replies and decode the tokens, and this process gets
+finished rollouts. A failed request is retried, on another server if possible. One that was cut short by a weight update
+continues from the tokens it has (in training no request runs during an update, but another caller's may). Answers from
+weights that a server was never given are rejected, and every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _GivenUpError(EngineError):
 
 
 class ServerGeneration:
-    """What the servers of a fleet generate."""
+    """Generates rollouts on the servers of a fleet."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ServerGeneration:
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self._running: set[RunningRequest] = set()
         self._last_servers = LastServers()
-        # Of each sample that is being generated: its server, and the tokens there that are reckoned with.
+        # Of each sample that is being generated: its server, and the tokens reserved for it there.
         self._held: dict[str, tuple[Server, int]] = {}
         asker.when_ended(self._take_ended)
         self._begins = asyncio.Lock()
@@ -78,7 +78,7 @@ class ServerGeneration:
         self.retries = 0
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """Return the rollouts of each request as soon as all of them ended; closing the iterator aborts the rest."""
+        """Yield the rollouts of each request as soon as all of them ended; closing the iterator aborts the rest."""
         runs = [RunningRequest(request) for request in requests]
         self._running.update(runs)
         tasks = {asyncio.create_task(self._answer(run)): run for run in runs}
@@ -90,7 +90,7 @@ class ServerGeneration:
         finally:
             self._running.difference_update(runs)
             unfinished = [run for task, run in tasks.items() if not task.done()]
-            for run in unfinished:  # so that what an abort cuts short is not asked for again
+            for run in unfinished:  # so that samples cut short by the abort are not requested again
                 run.stop.set()
             try:
                 await self._abort_on_servers(unfinished)
@@ -100,7 +100,7 @@ class ServerGeneration:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
-        """Stop these groups (None: all); they come back with what they have."""
+        """Stop these groups (None: all); `generate` yields them with the tokens they have."""
         stopped = [run for run in self._running if group_ids is None or run.request.group_id in group_ids]
         for run in stopped:
             run.stop.set()
@@ -110,19 +110,19 @@ class ServerGeneration:
         again.add_done_callback(self._aborting.discard)
 
     def close(self) -> None:
-        """Want nothing more. May be called twice."""
+        """Stop all requests; the servers are not told. May be called twice."""
         for task in self._aborting:
             task.cancel()
         for run in list(self._running):
             run.stop.set()
 
     def new_name(self) -> str:
-        """Return a name for a request that no other had."""
+        """Return a name that no other request has had."""
         return f"{self._prefix}-{next(self._numbers)}"
 
     async def _answer(self, run: RunningRequest) -> tuple[Rollout, ...]:
-        """Return all rollouts of a group, or what there is when it is stopped, or failed too often."""
-        async with self._begins:  # one at a turn of the event loop, which a thousand groups at once would hold
+        """Return all rollouts of a request, or those there are when it is stopped or has failed too often."""
+        async with self._begins:  # one request per turn of the event loop: a thousand at once would block it
             await asyncio.sleep(0)
         run.partial = dict(run.request.partial)
         failures = 0
@@ -132,7 +132,7 @@ class ServerGeneration:
                 break
             try:
                 rollouts = await self._try(run, request)
-                failures += not run.take(rollouts)  # a server that ends everything at once must not be asked for ever
+                failures += not run.take(rollouts)  # nothing new is a failure: such a server is not asked for ever
             except RefusedError as error:
                 raise EngineError(f"prompt {request.prompt.id}: the server refused the request: {error}") from error
             except (UnreachableError, BadAnswerError, LostWorkerError, _GivenUpError) as error:
@@ -144,7 +144,7 @@ class ServerGeneration:
         return run.collected()
 
     async def _try(self, run: RunningRequest, request: GroupRequest) -> tuple[Rollout, ...]:
-        """Ask one server for all that is missing of a group; nothing where it is stopped before one has room."""
+        """Ask one server for all missing samples of a request; return none if it is stopped before one has room."""
         tokens_of = {index: self._estimate(request, index) for index in request.indices}
         server = await self._server_with_room(run, request, sum(tokens_of.values()))
         if server is None:
@@ -187,7 +187,7 @@ class ServerGeneration:
         return rollouts
 
     async def _server_with_room(self, run: RunningRequest, request: GroupRequest, tokens: int) -> Server | None:
-        """Take room for a group on a server; None where it is stopped before."""
+        """Reserve room for a request on a server; returns None if the request is stopped first."""
         room = asyncio.ensure_future(
             self._fleet.acquire(
                 tokens,
@@ -204,7 +204,7 @@ class ServerGeneration:
             raise
 
     def _take_ended(self, ended: Sequence[EndedAnswer]) -> None:
-        """Give back what these answers held; the others of their group go on."""
+        """Give back the room of these answers, while the others of their group go on."""
         for answer in ended:
             server, tokens = self._held.pop(answer.id, (None, 0))
             if server is not None:
@@ -218,8 +218,9 @@ class ServerGeneration:
         return self._fleet.estimate(len(request.prompt.tokens) + generated, request.room(index))
 
     async def _ask(self, server: Server, calls: Sequence[Call], version: int) -> tuple[Rollout, ...]:
-        """Return the answers, unless the server is given up meanwhile."""
-        # Answers may be of the weights it was started with until it got others; beside adapters these stay.
+        """Return the answers. Raises _GivenUpError if the server is given up meanwhile."""
+        # Answers may come from the weights that the server loaded at its start until it gets others; with adapters it
+        # always keeps those.
         loaded = None if server.versions and not server.adapter else version
         limit = self._options.request_timeout_s
         question = Question(server.url, tuple(calls), version, loaded, limit, self._vocabulary)
@@ -240,7 +241,7 @@ class ServerGeneration:
                 task.cancel()
 
     def _check_versions(self, server: Server, request: GroupRequest, rollouts: Sequence[Rollout]) -> None:
-        """Refuse new tokens of weights that were never given out: the server was replaced behind our back."""
+        """Reject new tokens of weights that the server was never given, and fence it: it was replaced unnoticed."""
         given = server.versions
         unknown = {version for rollout in rollouts for version in _new_versions(request, rollout)} - given
         if given and unknown:
@@ -249,28 +250,28 @@ class ServerGeneration:
             raise BadAnswerError(f"{server.name}: {reason}")
 
     async def _count_failure(self, server: Server, error: EngineError) -> None:
-        """Note a failed request: the server is given up if its process is gone, or if failures pile up."""
+        """Count a failed request; give the server up if its process is gone or failures pile up."""
         await self._supervision.examine(server)
         if server.failed() and server.state == "serving":
             self._supervision.give_up(server, f"{server.failures} requests in a row failed, the last: {error}")
 
     async def _abort_on_servers(self, runs: Sequence[RunningRequest]) -> None:
-        """End requests where they run."""
+        """Abort requests on the servers where they run."""
         ids: dict[SGLangClient, list[str]] = defaultdict(list)
         for run in runs:
             if run.server:
                 ids[run.server.client] += run.ids
 
         async def abort(client: SGLangClient) -> None:
-            async with self._begins:  # as groups do: hundreds of servers take turns
+            async with self._begins:  # one server per turn of the event loop, as in `_answer`
                 await asyncio.sleep(0)
             await client.abort(ids[client], timeout_s=_ABORT_S)
 
         await asyncio.gather(*map(abort, ids))
 
     async def _abort_again(self, runs: Sequence[RunningRequest]) -> None:
-        """Ask again to end what has not ended. An abort that overtakes its request is lost: the server ignores a name
-        that it does not know yet, and would generate to the limit.
+        """Repeat the abort every second until all have ended. An abort that overtakes its request is lost: the server
+        ignores a name that it does not know yet, and would generate to the limit.
 
         Source: `abort_request` in sglang/srt/managers/tokenizer_manager.py, 0.5.23 ("elif ... tokenizer_worker_num").
         """
@@ -283,7 +284,7 @@ class ServerGeneration:
 
 
 def _new_versions(request: GroupRequest, rollout: Rollout) -> Iterator[int]:
-    """Yield versions of the tokens that were not there when it was asked for; those were maybe another server's."""
+    """Yield the weight versions of a rollout's new tokens; those before may be another server's."""
     earlier, end = request.partial.get(rollout.index), 0
     for version, tokens in rollout.version_spans:
         end += tokens
@@ -292,7 +293,7 @@ def _new_versions(request: GroupRequest, rollout: Rollout) -> Iterator[int]:
 
 
 def _pause_s(failures: int) -> float:
-    """Before the next try, with jitter: many requests fail at the same moment."""
+    """Return the pause before the next try, with jitter: many requests fail at the same moment."""
     return backoff_s(failures, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
 
 
@@ -300,8 +301,8 @@ def _pause_s(failures: int) -> float:
 class RunningRequest:
     """A request that is being answered.
 
-    stop: nothing more of it is wanted. ids: what the server calls the samples that it works on. failed_on: the last
-    server that failed. done and partial: by index.
+    stop: set when no more of it is wanted. server, ids: where it runs now, and the server's names of its samples.
+    failed_on: the last server that failed. done, partial: finished and unfinished rollouts, by index.
     """
 
     request: GroupRequest
@@ -313,12 +314,12 @@ class RunningRequest:
     partial: dict[int, Rollout] = field(default_factory=dict)
 
     def remaining(self) -> GroupRequest:
-        """Return what is still to be asked for."""
+        """Return the request for the samples that have not finished."""
         indices = tuple(i for i in self.request.indices if i not in self.done)
         return replace(self.request, indices=indices, partial={i: r for i, r in self.partial.items() if i in indices})
 
     def take(self, rollouts: Sequence[Rollout]) -> bool:
-        """Keep what came; whether anything of it is new."""
+        """Keep what came; return whether anything of it is new."""
         before = sum(r.response_length for r in self.partial.values()), len(self.done)
         for rollout in rollouts:
             if rollout.finish_reason != "abort":
@@ -328,7 +329,7 @@ class RunningRequest:
         return (sum(r.response_length for r in self.partial.values()), len(self.done)) != before
 
     def collected(self) -> tuple[Rollout, ...]:
-        """Return what there is: finished rollouts, and for the others what they got to."""
+        """Return the finished rollouts, and the partial ones that are newer than those of the request."""
         cut = {i: r for i, r in self.partial.items() if r is not self.request.partial.get(i)}
         by_index = cut | self.done
         return tuple(by_index[i] for i in self.request.indices if i in by_index)
@@ -345,8 +346,8 @@ class LastServers:
         return self._servers.get(self._key(request)) if request.turn else None
 
     def note(self, request: GroupRequest, server: Server) -> None:
-        """Remember who answered; the oldest of very many are forgotten. A group that is asked for at once has no more
-        turns."""
+        """Remember who answered; the oldest of very many are forgotten. A request for several answers has no further
+        turn, so its server is not noted."""
         if len(request.indices) > 1:
             return
         self._servers[self._key(request)] = server

@@ -1,8 +1,8 @@
 """The interpreter of SGLang servers: which SGLang it has, and whether it can serve this run.
 
-`engine.sglang.python` is inspected before anything starts: its SGLang version and argument names, with which the
-user's arguments are compared. Rejects interpreters that are missing, cannot run, or have no sglang or one that is too
-old; a version newer than those tested is not an error here.
+`engine.sglang.python` is inspected before anything starts: for its SGLang version, and for the argument names against
+which the user's arguments are checked. Rejects interpreters that are missing, cannot run, or have no sglang or one that
+is too old; a version newer than those tested is not an error here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_daro.engine.sglang.command import argument_problems, server_enviro
 
 OLDEST_SGLANG, LAST_TESTED = (0, 5, 18), (0, 5, 23)
 INSPECTION_TIMEOUT_S = 120.0
-"""One start of Python and 15 files; 0.1 s on an idle machine, more on a cold network disk."""
+"""It starts Python and reads 15 files: 0.1 s on an idle machine, more on a cold network disk."""
 _STDERR_CHARS = 400
 _FIELD = "engine.sglang.python"
 
@@ -34,10 +34,10 @@ class ServerEnvironment:
     """An interpreter with sglang.
 
     version: as installed, such as `0.5.23`.
-    argument_names: names of the command line's arguments, with underscores, aliases included; empty when a new
-        version declares them in another way, then the server itself is left to refuse unknown ones.
-    nccl: the NCCL that its torch brought, as `package==version`; None without CUDA.
-    mooncake: whether Mooncake's transfer engine is there.
+    argument_names: names of the command line's arguments, with underscores, aliases included; empty if a new version
+        declares them in another way, and then only the server itself refuses unknown ones.
+    nccl: the NCCL package installed with its torch, as `package==version`; None without CUDA.
+    mooncake: whether Mooncake's transfer engine is installed.
     """
 
     version: str
@@ -47,7 +47,7 @@ class ServerEnvironment:
 
 
 def check_environments(options: SGLangSection) -> None:
-    """Look at the interpreter of servers to be started: NCCL, Mooncake, names of arguments. Raises ConfigError."""
+    """Check the interpreter of the servers to be started: NCCL, Mooncake, names of arguments. Raises ConfigError."""
     if options.urls:
         return
     python = interpreter(options)
@@ -60,19 +60,19 @@ def check_environments(options: SGLangSection) -> None:
 
 
 def interpreter(options: SGLangSection) -> Path:
-    """Return the Python of the servers: not resolved, since a virtual environment is known by the path of its link."""
+    """Return the Python of the servers, links not resolved: a virtual environment is found by the path of its link."""
     return options.python.absolute() if options.python else Path(sys.executable)
 
 
 def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -> ServerEnvironment:
-    """Version and argument names of the sglang that an interpreter has. Runs it once, 0.1 s; sglang is not imported.
+    """Return what an interpreter has of sglang. Runs it once, 0.1 s; sglang is not imported.
 
     Args:
         python: `engine.sglang.python`.
-        env: `engine.sglang.env`; a PYTHONPATH in it counts.
+        env: `engine.sglang.env`; a PYTHONPATH in it is used.
 
     Raises:
-        ConfigError: naming engine.sglang.python.
+        ConfigError: about engine.sglang.python.
     """
     allowed = f"a Python interpreter that has sglang {dotted(OLDEST_SGLANG)} or newer"
 
@@ -98,7 +98,8 @@ def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -
 
 
 def _nccl_problems(options: SGLangSection, python: Path, theirs: str | None) -> list[Problem]:
-    """NCCL compares versions when a group is made, and refuses (its init.cc: "Mismatched NCCL version detected")."""
+    """Return a problem if both ends of a broadcast have different versions of NCCL: it refuses to make such a group
+    (its init.cc: "Mismatched NCCL version detected")."""
     own = upstream_names.nccl_package()
     on_cpu = options.named_arguments.get("device") == "cpu"  # then the broadcast is gloo's
     if not options.transport.collective or on_cpu or not own or not theirs:
@@ -122,7 +123,7 @@ def _mooncake_problems(options: SGLangSection, python: Path, theirs: bool) -> li
 
 
 def version_number(text: str) -> tuple[int, ...]:
-    """(0, 5, 23) of "0.5.23" or "0.5.23.post1"; () where it does not begin with a number."""
+    """Return (0, 5, 23) for "0.5.23" or "0.5.23.post1"; () for a text that does not begin with a number."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
@@ -150,7 +151,7 @@ def _run(python: Path, env: Mapping[str, str]) -> dict[str, Any] | str:
         return f"which did not answer within {INSPECTION_TIMEOUT_S:g} s"
     if done.returncode == 0:
         try:
-            # The last line: a site directory's start-up files may print as well.
+            # Only the last line: start-up files of a site directory may print as well.
             facts = json.loads(done.stdout.strip().rpartition("\n")[2])
         except ValueError:
             facts = None

@@ -1,8 +1,8 @@
 """GPU memory that servers lend to the trainer, with `engine.colocate`.
 
 The loop calls `release` when a batch is complete; at the next weight update each server takes memory for its weights
-before they arrive, and for its cache before it serves (`resume`). SGLang asserts that it is idle when it gives memory
-back and that what it takes was given; a failed assertion ends the server, so both are ensured here.
+before they arrive, and for its cache before it serves (`resume`). SGLang asserts that it is idle when it releases
+memory, and that it has released what it resumes; a failed assertion ends the server, so both are ensured here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_daro.engine.sglang.supervision import Supervision
 from megatron_daro.errors import EngineError, RefusedError
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
-"""What a server gives back, by SGLang's names."""
+"""Kinds of memory that a server can release, by SGLang's names."""
 _TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights", "cuda_graph")
 _IDLE_POLL_S = 0.1
 
@@ -30,11 +30,11 @@ class SharedMemory:
         self._fleet, self._supervision, self._options = fleet, supervision, options
 
     async def release(self) -> None:
-        """Have every server give its memory back. One that is being started again is waited for; one that will not give
-        it back is ended, and started again when it is the servers' turn. Returns when none has any.
+        """Have every server release its memory, and return when none has any. A server that is being restarted is
+        waited for; one that does not release its memory is ended, and restarted when it is the servers' turn.
 
         Raises:
-            EngineError: none is left.
+            EngineError: no server is left.
         """
         self._supervision.hold_starts()
         await self._supervision.settled()
@@ -45,7 +45,7 @@ class SharedMemory:
     async def _release(self, server: Server) -> None:
         if server.released:
             return
-        self._fleet.hold_back(server)  # no request, and nobody asks it for a token
+        self._fleet.hold_back(server)  # so it gets no requests, and the watcher no longer asks it for a token
         limit = self._options.sync_timeout_s
         try:
             await server.client.post("/pause_generation", {"mode": "abort"}, timeout_s=limit)
@@ -58,10 +58,10 @@ class SharedMemory:
 
 
 async def resume(server: Server, *tags: MemoryTag, timeout_s: float) -> None:
-    """Have a server take this memory again; nothing where it has it. What was in it is lost, but for CUDA graphs.
+    """Have a server take the memory of these tags that it has released. Its contents are lost, except for CUDA graphs.
 
     Raises:
-        EngineError: it did not, and it is not known what it has.
+        EngineError: it failed, and what memory it has is not known.
     """
     if away := [tag for tag in tags if tag in server.released]:
         await server.client.post("/resume_memory_occupation", {"tags": away}, timeout_s=timeout_s)
@@ -69,7 +69,7 @@ async def resume(server: Server, *tags: MemoryTag, timeout_s: float) -> None:
 
 
 async def _until_idle(server: Server, limit_s: float) -> None:
-    """End what runs on the server, until it is idle: it refuses to empty its cache before."""
+    """Abort everything on the server until it is idle, which it is when it no longer refuses to empty its cache."""
     end = time.monotonic() + limit_s
     while True:
         try:

@@ -1,4 +1,5 @@
-"""The probe of a weight update: a fixed text whose log-probs a server tells, and a few tokens that it samples after it.
+"""The probe of a weight update: a server's log-probs of a fixed text, and a few tokens that it samples after the
+beginning of that text.
 
 The policy scores both; sync/check.py compares.
 """
@@ -15,16 +16,16 @@ from megatron_daro.engine.sglang.replies import BadAnswerError, read_given_logpr
 from megatron_daro.engine.sglang.request import call_of
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
-# Tokens that a server samples for a probe; few enough to cost nothing.
+# Tokens that a server samples for a probe; few, so that they cost next to nothing.
 PROBE_TOKENS = 16
-# Tokens that a probe gives; each is one more place where a step of the weights shows.
+# Tokens of the fixed text; each is one more place where a change of the weights shows.
 _GIVEN_TOKENS = 64
-# Of these, the prompt of those that are sampled.
+# The first of these tokens, which are the prompt for the sampled ones.
 _PROMPT_TOKENS = 8
 
 
 def probe_text(vocabulary: int, *, longest: int) -> tuple[int, ...]:
-    """Token ids of the given text of probes: scattered over the vocabulary, the same in every run.
+    """Return the token ids of the fixed text: scattered over the vocabulary, the same in every run.
 
     Args:
         vocabulary: number of token ids. longest: tokens that a prompt may have.
@@ -36,12 +37,11 @@ def probe_text(vocabulary: int, *, longest: int) -> tuple[int, ...]:
 def probe_call(
     tokens: Sequence[int], name: str, *, temperature: float, adapter: str = ""
 ) -> tuple[GroupRequest, dict[str, Any]]:
-    """Return (what is sampled, the body of /generate) of a probe: log-probs of given tokens, and of some sampled
-    after them.
+    """Return (the request for the sampled tokens, the body of /generate for all of a probe).
 
     Args:
-        tokens: the given text. name: of the request; also its cache key, so that no prefix is ever found for it.
-        temperature: of the sampled tokens. adapter: that is probed; the given tokens are read without it, too.
+        tokens: the fixed text. name: of the request; also its cache key, so that it never uses a cached prefix.
+        temperature: of the sampled tokens. adapter: to be probed; the fixed text is then also read without it.
     """
     prompt = Prompt(id="probe", answer="", source="", tokens=tuple(tokens[:_PROMPT_TOKENS]))
     request = GroupRequest(-1, 0, prompt, (0,), SamplingParams(temperature, 1.0, PROBE_TOKENS))
@@ -55,14 +55,14 @@ def probe_call(
 def probe_rollouts(
     request: GroupRequest, given: Sequence[int], answers: object, vocabulary: int | None
 ) -> tuple[Rollout, Rollout, np.ndarray | None]:
-    """Return (the given text as the response to its first token, the tokens sampled after its beginning), with
-    log-probs, and float32 [R] those of the given text without the adapter, where there is one.
+    """Return (the fixed text as a response to its first token, the tokens sampled after its beginning, float32 [R]
+    log-probs of the fixed text without the adapter; None without adapter). The first two have log-probs.
 
     Raises:
         BadAnswerError: the answer has another shape, or lacks tokens.
     """
     both: list[Any] = answers if isinstance(answers, list) else [answers]
-    loaded = 0 if len(both) > 2 else None  # with an adapter, the server's own weights are those of its files
+    loaded = 0 if len(both) > 2 else None  # beside an adapter, a server still has the weights it loaded
     (sampled,) = rollouts_of(request, both[:1], version=0, loaded=loaded, decode=lambda ids: "", vocabulary=vocabulary)
     if sampled.response_length != PROBE_TOKENS:
         raise BadAnswerError(f"asked for {PROBE_TOKENS} tokens, got {sampled.response_length}")

@@ -1,6 +1,6 @@
-"""A command that ends with its owner: under a watchdog (watchdog.py), so that nothing outlives one that is killed.
+"""A command that ends with its owner, even if the owner is killed: it runs under a watchdog (watchdog.py).
 
-Every call ends within a bounded time. An object starts one process once; a restart is a new object.
+Every call ends within a bounded time. An object starts one process once; a restart needs a new object.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ManagedProcess:
     Args:
         command: program and arguments.
         host: where the command will listen; see server_environment.
-        env: environment variables of the user; they win.
-        log_path: gets standard output and standard error, after what is in it.
+        env: environment variables of the user, which override all others.
+        log_path: standard output and standard error are appended to it.
         python: the interpreter of the server, which also runs the watchdog.
     """
 
@@ -58,11 +58,11 @@ class ManagedProcess:
         return self._pid
 
     def start(self) -> None:
-        """Start the command; returns when it exists, not when it serves.
+        """Start the command; return when the process exists, before it serves.
 
         Raises:
-            EngineError: started before, or the watchdog could not be started. A command that cannot be executed is no
-                error here: poll() then gives 127 and the log has the reason.
+            EngineError: started before, or the watchdog could not be started. A command that cannot be executed is not
+                an error here: poll() then returns 127, and the log has the reason.
         """
         if self._watchdog is not None:
             raise EngineError(f"process: got start() for {self._command[0]!r} twice; allowed: once per ManagedProcess")
@@ -72,7 +72,7 @@ class ManagedProcess:
             with self._log_path.open("ab") as log:
                 self._log_start = log.tell()
                 self._watchdog = self._start_watchdog(log.fileno(), write_end)
-            # Held here and not by Popen, which outlives this object as long as its process does.
+            # Held here, so that it is closed when this object is dropped: Popen lives as long as its process does.
             self._input, self._watchdog.stdin = self._watchdog.stdin, None
         except OSError as error:
             os.close(read_end)
@@ -85,17 +85,18 @@ class ManagedProcess:
         self._pid = self._read_pid(read_end)
 
     def poll(self) -> int | None:
-        """Exit status of the command, 128 + n after signal n; None while it, or anything it started, lives."""
+        """Return the exit status of the command, 128 + n after signal n; None before start() and while the command, or
+        anything it started, lives."""
         if self._watchdog is None:
             return None
         code = self._watchdog.poll()
         if code is None or code >= 0:
             return code
-        self._sweep_session()  # The watchdog itself was killed; the command died with it, its children may not have.
+        self._sweep_session()  # The watchdog was killed: the command died with it, but its children may live.
         return 128 - code
 
     def log_tail(self, lines: int = 20) -> str:
-        """Return the last lines that this process wrote, of at most the last 64 KiB; empty when there are none."""
+        """Return the last lines that this process wrote, from at most the last 64 KiB; empty if there are none."""
         try:
             with self._log_path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
@@ -106,7 +107,7 @@ class ManagedProcess:
         return "\n".join(text.splitlines()[-lines:]) if lines > 0 else ""
 
     def kill(self) -> None:
-        """SIGKILL to the command and all it started, then to the watchdog if it does not end by itself. At most 8 s."""
+        """Kill the command and all it started, then the watchdog if it does not end by itself. Takes at most 8 s."""
         if self._watchdog is None:
             return
         begin = time.monotonic()
@@ -123,7 +124,7 @@ class ManagedProcess:
 
     def _start_watchdog(self, log: int, report: int) -> subprocess.Popen[bytes]:
         options = ["--parent-pid", str(os.getpid()), "--grace-s", str(OWNER_GONE_GRACE_S), "--report-fd", str(report)]
-        # -I and -S: nothing of a site directory or the environment can change or slow the watchdog.
+        # -I and -S, so that no site directory or environment variable can change the watchdog or slow it down.
         return subprocess.Popen(
             [str(self._python), "-I", "-S", watchdog.__file__, *options, "--", *self._command],
             stdin=subprocess.PIPE,
@@ -148,7 +149,7 @@ class ManagedProcess:
         )
 
     def _sweep_session(self) -> None:
-        """Once: kill the command's process group, which outlived the watchdog."""
+        """Kill the rest of the command's process group after the watchdog was killed; only the first call does."""
         if self._swept or self._pid is None:
             return
         self._swept = True

@@ -1,5 +1,6 @@
-"""The servers' end of each weight transport: what a server is told before and after the ranks send, and what the ranks
-are told for it. update.py takes all servers through these phases together, and gives up one that fails a phase.
+"""The servers' end of each weight transport: what servers are told before and after the ranks send, and what the ranks
+must know to send to them. update.py takes all servers through these phases together, and gives up one that fails a
+phase.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from megatron_daro.sync.plan import NORM, NOT_COMPARED, Digest, SendPlan, SendRe
 if TYPE_CHECKING:
     from megatron_daro.sync.shard_layouts import ServerLayout
 
-# Longest time in which a server does what is still queued on its GPUs, which is at most the loading of one bucket.
+# Longest time for a server to finish the work queued on its GPUs, which is at most the loading of one bucket.
 _FREE_S = 30.0
 _FLUSHES, _FLUSH_PAUSE_S = 20, 0.25
 
 Phase = tuple[str, Callable[[Server], Awaitable[object]]]
-"""Its name, for messages, and what is done with each server. EngineError: the server is given up."""
+"""(name, for messages; what is done with each server). If that raises EngineError, the server is given up."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ServersEnd:
     """What the updates of one fleet have in common at the servers' end.
 
-    fp8_blocks: names of the matrices that are sent so, with `{layer}` and `{expert}` for numbers. layout: of a server,
-    for `sync: shards`. sync_dir: where files are written, and nothing else is. adapter: PEFT's configuration of what
-    servers get, where that are adapters; new_name: that none has yet. written: directories of files, oldest first.
-    last_checksums: of each server's process.
+    fp8_blocks: names of the matrices that are sent as fp8 blocks, with `{layer}` and `{expert}` for numbers. layout: of
+    a server, for `sync: shards`. sync_dir: where weight files are written; it holds nothing else. adapter: PEFT's
+    configuration of the adapters, if servers get these. new_name: makes a name that is not taken yet. files: numbers
+    the directories of weight files. written: those that exist, oldest first. last_checksums: of each server's process.
     """
 
     options: SGLangSection
@@ -55,14 +56,15 @@ class ServersEnd:
 
 
 class Receiving:
-    """The servers' end of one update: here of weights that they load as they come, which other transports change."""
+    """The servers' end of one update, for weights that servers load as they arrive; subclasses for other transports
+    override what differs."""
 
     def __init__(self, end: ServersEnd, version: int) -> None:
-        """Call nobody. Args: version: what the weights are stamped with."""
+        """Send nothing. Args: version: of the weights."""
         self._end, self._version = end, version
         self._limit_s, self.fp8_blocks = end.options.sync_timeout_s, end.fp8_blocks
         self.verified: set[str] = set()
-        """Servers whose checksums showed that they have the weights."""
+        """Names of the servers whose checksums showed that they have the weights."""
 
     def opening(self) -> tuple[Phase, ...]:
         """Return the phases before the ranks send."""
@@ -73,11 +75,11 @@ class Receiving:
         )
 
     async def planned(self, plan: SendPlan) -> SendPlan | WeightFiles:
-        """Add to a plan what the sender of this transport must know; or say what is to be written instead."""
+        """Return the plan with what the sender of this transport must know added, or what is to be written instead."""
         return plan
 
     async def held_up(self, server: Server) -> str:
-        """Why a server that answers cannot take part again after a sending failed; empty where it can."""
+        """Return why a server that answers cannot take part again after a failed send; empty if it can."""
         return ""
 
     async def installing(self, report: SendReport) -> AsyncIterator[Phase]:
@@ -94,8 +96,8 @@ class Receiving:
         yield "continue", lambda server: self._post(server, "/continue_generation")
 
     async def compare_checksums(self, server: Server, digests: Mapping[str, Digest]) -> None:
-        """Check that a server has what was sent, as far as its checksums of unfused tensors tell (0.5.21 refuses).
-        Raises EngineError."""
+        """Check that a server has what was sent, as far as its checksums of unfused tensors tell; a refusal, such as
+        0.5.21's, counts as no answer. Raises EngineError: it has other weights."""
         if not facts_of(server).has_checksums:
             return
         body = {"action": "checksum", "skip_tensor_list": list(NOT_COMPARED)}
@@ -111,19 +113,19 @@ class Receiving:
             self.verified.add(server.name)
 
     def _opens_update(self, server: Server) -> bool:
-        """Whether the server is told that buckets come, and that all have come."""
+        """Whether the server is told when an update begins and when everything has been sent."""
         return facts_of(server).has_sessions
 
     async def _post(self, server: Server, path: str, body: Mapping[str, Any] | None = None) -> object:
         try:
             return await server.client.post(path, body, timeout_s=self._limit_s)
-        except DisconnectedError:  # a kept connection that the server had closed; all of these may be said twice
+        except DisconnectedError:  # maybe a kept connection that the server had closed; all these calls may be repeated
             return await server.client.post(path, body, timeout_s=self._limit_s)
 
     async def _pause(self, server: Server) -> None:
-        # A request that still runs goes on with the new weights, its cache computed anew. Where nothing runs the modes
-        # differ in one thing: in "abort" the paused scheduler waits for work; in "retract" it asks for work without a
-        # rest, on a core that the sender of the weights may need (0.5.23).
+        # With "retract", running requests continue with the new weights, and their cache is recomputed. If nothing
+        # runs, use "abort": after "retract" the scheduler polls for work without a rest, on a core that the sender of
+        # the weights may need; after "abort" it is idle as usual, and sleeps if started with sleep_on_idle (0.5.23).
         mode = "retract" if server.tokens_in_flight else "abort"
         await self._post(server, "/pause_generation", {"mode": mode})
 
@@ -132,7 +134,7 @@ class Receiving:
             return
         try:
             await self._post(server, "/begin_weight_update")
-        except RefusedError:  # one is open already: that of an update whose sending failed
+        except RefusedError:  # an update whose send failed is still open
             await self._post(server, "/end_weight_update")
             await self._post(server, "/begin_weight_update")
 
@@ -141,8 +143,8 @@ class Receiving:
             await self._post(server, "/end_weight_update")
 
     async def _flush(self, server: Server) -> None:
-        """Empty the cache that the old weights made. 0.5.20 refuses while retracted requests wait: these are ended
-        then, and come back to the engine, which goes on with them from where they were."""
+        """Empty the cache, which comes from the old weights. 0.5.20 refuses while retracted requests wait: these are
+        then aborted, return to the engine, and continue from the tokens they have."""
         for _ in range(_FLUSHES):
             try:
                 await self._post(server, "/flush_cache")
@@ -159,7 +161,7 @@ class Receiving:
         await self._post(server, "/update_weight_version", body)
 
     async def _compare_blocks(self, server: Server, sent: Sequence[str]) -> None:
-        """Check, of a server whose process gets its first weights, that it has as blocks what was sent as blocks."""
+        """Check that a server whose process gets its first weights keeps as fp8 blocks exactly what was sent so."""
         if server.versions:
             return
         answer = await self._post(server, "/weights_checker", fp8_blocks.MANIFEST_CALL)
@@ -170,16 +172,16 @@ class Receiving:
 
 
 class Broadcasts(Receiving):
-    """Buckets through a group of which the servers' ranks are members."""
+    """Buckets, broadcast in a process group that the servers' ranks have joined."""
 
     async def held_up(self, server: Server) -> str:
-        """Ask whether what its GPUs were given is done. One that waits in a broadcast that nobody ends answers every
-        call that leaves the GPUs alone, also those of a new group, and never gets further (SGLang 0.5.23,
-        model_runner_components/weight_updater.py: it waits on the stream only).
+        """Ask a server whether its GPUs have finished their work. A server stuck in a broken broadcast still answers
+        every call that does not touch the GPUs, even those that make a new group, but never gets further (SGLang
+        0.5.23, model_runner_components/weight_updater.py: it waits on the stream only).
 
-        Hashes nothing: each name contains the empty pattern. But each rank synchronizes its device
-        (srt/utils/weight_checker.py, _compute_checksum), and the answer is gathered from all. One that is too old to
-        tell checksums counts as free."""
+        The call hashes nothing, since every name contains the empty pattern; but each rank synchronizes its device
+        (srt/utils/weight_checker.py, _compute_checksum), and the answer is gathered from all ranks. A server too old to
+        compute checksums counts as free."""
         body = {"action": "checksum", "skip_tensor_list": [""]}
         if facts_of(server).has_checksums and not await answers(
             server.client.post("/weights_checker", body, timeout_s=_FREE_S)
@@ -189,15 +191,15 @@ class Broadcasts(Receiving):
 
 
 class Shards(Receiving):
-    """Parts of parameters, from rank to rank."""
+    """Shards of parameters, sent from trainer ranks to server ranks."""
 
     async def planned(self, plan: SendPlan) -> SendPlan:
         return replace(plan, details={"layout": self._end.layout, "shards_over": self._end.options.shards_over})
 
 
 class Files(Receiving):
-    """A checkpoint, which servers read when all of it is there; that of the update before goes then, and before the
-    first what an earlier process of the run left."""
+    """A checkpoint, which servers read once it is complete. The previous update's is deleted after that; before the
+    first, what an earlier process of the run left is deleted."""
 
     async def planned(self, plan: SendPlan) -> WeightFiles:
         if not self._end.written:
@@ -225,11 +227,11 @@ class Files(Receiving):
 
 
 class NamedAdapters(Receiving):
-    """Adapters under a name of their own, which requests give from now on: what a server does goes on."""
+    """Adapters under a new name, which new requests give; requests in flight go on with the adapter they name."""
 
     def __init__(self, end: ServersEnd, version: int) -> None:
         super().__init__(end, version)
-        self._names: list[str] = []  # one for each try
+        self._names: list[str] = []  # one for each try of this update
 
     def opening(self) -> tuple[Phase, ...]:
         return ()
@@ -245,7 +247,7 @@ class NamedAdapters(Receiving):
     async def _offer(self, server: Server) -> None:
         server.versions.add(self._version)
         server.adapter = self._names[-1]
-        for name in self._names:  # it has the last, and may have those of tries before; no request names them yet
+        for name in self._names:  # it has the last one, and may have those of earlier tries, which no request names
             server.adapters[name] += 0
 
 
@@ -256,17 +258,17 @@ RECEIVING: Mapping[str, type[Receiving]] = {
     "tensor": Receiving,
     "adapters": NamedAdapters,
 }
-"""By the name of the transport."""
+"""Name of the transport -> its class."""
 
 
 def facts_of(server: Server) -> ServerFacts:
-    """What a server said of itself."""
+    """Return what a server said of itself."""
     assert server.facts is not None, f"{server.name} takes part in an update before it said what it is"
     return server.facts
 
 
 async def answers(call: Awaitable[object]) -> bool:
-    """Whether a server answers a call; a refusal is an answer, too."""
+    """Whether a server answers a call; a refusal counts as an answer."""
     try:
         await call
     except UnreachableError:
@@ -277,7 +279,7 @@ async def answers(call: Awaitable[object]) -> bool:
 
 
 def _read_checksums(server: Server, answer: object) -> list[dict[str, str]]:
-    """Read the answer of /weights_checker: of each rank, name -> checksum."""
+    """Read the answer of /weights_checker: for each rank, name -> checksum."""
     try:
         return read_checksums(answer)
     except BadAnswerError as error:
@@ -286,7 +288,8 @@ def _read_checksums(server: Server, answer: object) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class LastChecksums:
-    """Of a server's last update. digests: of what was sent, by name. checksums: of what it had, by rank and name."""
+    """What is kept of a server's last update. digests: of what was sent, by name. checksums: of what the server then
+    had, by (rank, name)."""
 
     digests: Mapping[str, Digest] = field(default_factory=dict)
     checksums: Mapping[tuple[int, str], str] = field(default_factory=dict)
@@ -298,16 +301,16 @@ def compare_checksums(
     """Compare the checksums of a server's ranks with what was sent.
 
     Args:
-        ranks: name -> checksum, of each rank. digests: of what was sent. facts: of the server. last: of its last
+        ranks: for each rank, name -> checksum. digests: of what was sent. facts: of the server. last: of its last
             update.
 
     Returns:
-        Whether anything showed that it has the new weights, and what the next update compares with.
+        Whether anything showed that it has the new weights, and what to pass as `last` in the next update.
 
     Raises:
-        EngineError: it has others.
+        EngineError: it has other weights.
     """
-    if facts.quantization:  # a small change of a matrix may round away
+    if facts.quantization:  # only norms: a small change of a matrix may be lost in rounding
         digests = {name: digest for name, digest in digests.items() if name.endswith(NORM)}
     same_bytes: list[str] = []
     if _hashes_as_sender(facts):
@@ -327,5 +330,5 @@ def compare_checksums(
 
 
 def _hashes_as_sender(facts: ServerFacts) -> bool:
-    """Whether checksums are of the bytes as they were sent: on a CPU, unsharded."""
+    """Whether the server's checksums are those of the bytes as sent: on a CPU, unsharded."""
     return facts.device == "cpu" and facts.tensor_parallel == 1

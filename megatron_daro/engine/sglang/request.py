@@ -1,7 +1,7 @@
-"""A group of samples becomes HTTP requests: the bodies of /generate.
+"""Turns a group of samples into HTTP requests: the bodies of /generate.
 
-One request carries all samples of a group, so that they share the prompt's cache; where answers go on from different
-lengths, each has its own. A server sends each answer when it has ended, where the request streams.
+One request carries all samples of a group, so that they share the prompt's cache; if answers continue from different
+lengths, each has a request of its own. If a request streams, the server sends each answer when it has ended.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron_daro.types import GroupRequest, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request for some samples of a group. name: of the request. cache_key: of its prefixes. ids: what the
-    server calls the samples. streams: whether each is sent when it has ended, and not with the last. adapter: its
-    weights, by name; empty: those of the server alone. seed: see `_seed_of`; None: the samples have none."""
+    """One HTTP request for some samples of a group. name: of the request. cache_key: see `calls_of`. ids: the server's
+    names of the samples. streams: whether each sample is sent as it ends, instead of all at the end. adapter: name of
+    the adapter to use; empty: none. seed: see `_seed_of`; None: the samples have none."""
 
     request: GroupRequest
     name: str
@@ -31,7 +31,7 @@ class Call:
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body of /generate: made when it is sent, since it lists every token."""
+        """The body of /generate, made only when it is sent, since it lists every token."""
         request = self.request
         prefixes = [tokens_so_far(request, index) for index in request.indices]
         return {
@@ -46,11 +46,11 @@ class Call:
         }
 
     def _sampling(self) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return the sampling of all samples, or, with a seed, that of each.
+        """Return the sampling parameters for all samples, or, with a seed, those of each.
 
-        A stream tells the first token of each sample, then all so far every `stream_interval` tokens, of which no
-        answer has as many, and its end. Source: `accept` in
-        sglang/srt/managers/scheduler_components/output_streamer.py, 0.5.23.
+        A stream sends an event at the first token of each sample, every `stream_interval` tokens (here more than any
+        answer has), and at its end. Source: `accept` in sglang/srt/managers/scheduler_components/output_streamer.py,
+        0.5.23.
         """
         request, room = self.request, self.request.room(self.request.indices[0])
         common = _sampling(request.sampling, room) | ({"stream_interval": room + 1} if self.streams else {})
@@ -62,16 +62,16 @@ class Call:
 def calls_of(
     request: GroupRequest, name: str, *, seed: int, cache_key: str, streams: bool = False, adapter: str = ""
 ) -> list[Call]:
-    """Return the HTTP requests for a group: one for all samples, or one for each where they resume at different
+    """Return the HTTP requests for a group: one for all samples, or one for each if they continue from different
     lengths.
 
     Args:
         request: what is asked.
         name: of the request, not used before. seed: of sampling.
-        cache_key: prefixes are found in the server's cache, and left there, only by requests with the same key. With
-            one key per weight version no prompt meets a prefix of older weights, however long that stays in the cache.
-        streams: whether the server sends each of several answers whole when it has ended.
-        adapter: name of the weights, where these are one.
+        cache_key: requests share cached prefixes only with requests of the same key. With one key per weight version no
+            request uses a prefix computed by older weights, however long that stays in the cache.
+        streams: whether the server can stream so that the last event of an answer has all of it.
+        adapter: name of the adapter to use; empty: none.
     """
     lengths = {(length_so_far(request, index), request.room(index)) for index in request.indices}
     parts = [request.indices] if len(lengths) == 1 else [(index,) for index in request.indices]
@@ -97,9 +97,9 @@ def call_of(
     adapter: str = "",
     seed: int | None = None,
 ) -> Call:
-    """Return one HTTP request for all samples of a group, which begin at equal lengths."""
-    # The server numbers the samples of a batch itself. It aborts every request whose id begins with the given text:
-    # here at most others of the same group, which are aborted together.
+    """Return one HTTP request for all samples of a request, which must continue from equal lengths."""
+    # The server numbers the samples of a batch itself. An abort ends every request whose id begins with the given text:
+    # with these ids, at most others of the same group, which are aborted together anyway.
     partial = {i: rollout for i, rollout in request.partial.items() if i in request.indices}
     request = replace(request, partial=partial)
     ids = tuple(f"{name}_{i}" for i in range(len(request.indices)))
@@ -107,20 +107,20 @@ def call_of(
 
 
 def tokens_so_far(request: GroupRequest, index: int) -> Sequence[int]:
-    """What is there of a sample's answer already."""
+    """Return the tokens of a sample's answer that exist already."""
     earlier = request.partial.get(index)
     return () if earlier is None else earlier.tokens[earlier.prompt_length :].tolist()
 
 
 def length_so_far(request: GroupRequest, index: int) -> int:
-    """How many tokens that are."""
+    """Return how many tokens of a sample's answer exist already."""
     earlier = request.partial.get(index)
     return 0 if earlier is None else earlier.response_length
 
 
 def _seed_of(seed: int, request: GroupRequest, index: int) -> int:
-    """Return 31 bits that differ between samples of a problem: with one seed they would all be the same answer on
-    servers that were started with enable_deterministic_inference; others look at none."""
+    """Return 31 bits that differ between the samples of a prompt. Servers started with enable_deterministic_inference
+    would give all of them the same answer with one seed; other servers ignore the seed."""
     words = struct.pack(">4q", seed, request.group_id, request.draw, index)
     return zlib.crc32(words) & 0x7FFFFFFF
 
@@ -131,8 +131,8 @@ def _sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "max_new_tokens": room,
         "stop_token_ids": list(sampling.stop_token_ids),
-        # It would ignore stop_token_ids too. With some, the model's own end token ends an answer as well, as it does
-        # in the configuration; without any, nothing does.
+        # ignore_eos makes a server ignore stop_token_ids too, so it is set only if there are none; then no token ends
+        # an answer. Otherwise the model's own end token also does, as in the configuration.
         "ignore_eos": not sampling.stop_token_ids,
         "skip_special_tokens": False,
         **({"stop": list(sampling.stop)} if sampling.stop else {}),

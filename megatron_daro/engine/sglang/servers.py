@@ -1,4 +1,4 @@
-"""Where SGLang servers come from: processes of this machine, servers that somebody else started, or ones that Ray
+"""Where SGLang servers come from: processes of this machine, servers that somebody else started, or servers that Ray
 placed on some node (runtime/ray_servers.py)."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TAIL_LINES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """How one server process is started; plain values, so that they travel to other nodes.
+    """How one server process is started; plain values, so that they can be sent to other nodes.
 
-    part, parts: which part of a server that is spread over nodes, and of how many; the first one answers requests.
-    maps_memory: it takes weights as handles of memory of the node's other GPUs, and must see these. loader: of
-    ours, through which it takes weights, as `--custom-weight-loader` names it; empty: none. gpus: those that it shares,
-    as CUDA_VISIBLE_DEVICES has them; None: those that it was given.
+    part, parts: which part this is of a server that is spread over nodes, and of how many; the first part answers
+    requests. maps_memory: it gets weights as handles of memory on the node's other GPUs, and must see these. loader:
+    our function that loads its weights, as `--custom-weight-loader` names it; empty: none. gpus: the GPUs that it
+    shares with the trainer, as CUDA_VISIBLE_DEVICES lists them; None: it has GPUs of its own, given by Ray.
     """
 
     python: Path
@@ -51,11 +51,11 @@ class ServerHandle(Protocol):
     restartable: bool
 
     async def launch(self) -> str:
-        """Start the process and return the URL at which it will answer; not yet that it does. EngineError."""
+        """Start the process; return the URL at which it will answer, without waiting for that. Raises EngineError."""
         ...
 
     async def death(self) -> str:
-        """Why the process is gone; empty while it lives."""
+        """Return why the process is gone; empty while it lives."""
         ...
 
     async def stop(self) -> None:
@@ -72,11 +72,11 @@ class ExternalServer:
         self._url = url.rstrip("/")
 
     async def launch(self) -> str:
-        """Its URL."""
+        """Return its URL; there is nothing to start."""
         return self._url
 
     async def death(self) -> str:
-        """Nobody knows."""
+        """Return an empty text: it cannot be seen from here."""
         return ""
 
     async def stop(self) -> None:
@@ -84,8 +84,8 @@ class ExternalServer:
 
 
 class ServerProcess:
-    """One server process of this machine, or one of the processes of a server that is spread over nodes, with its
-    reserved ports. Synchronous; its handle: runtime/ray_servers.py."""
+    """One server process of this machine, or this machine's process of a server that is spread over nodes, with its
+    reserved ports. Synchronous; its `ServerHandle` is in runtime/ray_servers.py."""
 
     def __init__(self, options: LaunchOptions, host: str) -> None:
         self._options, self._host = options, host
@@ -94,14 +94,14 @@ class ServerProcess:
 
     @property
     def meeting(self) -> str:
-        """host:port at which all parts meet that are started with it; of the first part, after its launch."""
+        """host:port at which the parts of one server meet; read it from the first part, after its launch."""
         return f"{in_address(self._host)}:{self._ports[1].port}"
 
     def launch(self, meeting: str = "") -> str:
         """Start the process, under new ports. Returns its URL.
 
         Args:
-            meeting: of the first part, for the others.
+            meeting: for all parts except the first, the first one's `meeting`.
 
         Raises:
             EngineError: it cannot be started, or the model is not there.
@@ -136,7 +136,7 @@ class ServerProcess:
         return f"http://{in_address(self._host)}:{port}"
 
     def death(self) -> str:
-        """Why the process is gone, with the end of its log; empty while it lives."""
+        """Return why the process is gone, with the end of its log; empty while it lives."""
         process = self._process
         if process is None:
             return "it was not started"
@@ -149,7 +149,7 @@ class ServerProcess:
         return f"its process ended with {how}; log {self._options.log_path}: {last_words}"
 
     def stop(self) -> None:
-        """End the process at once: it holds nothing that must be saved."""
+        """Kill the process at once, since it holds nothing that must be saved, and free its ports."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -159,7 +159,7 @@ class ServerProcess:
 
 
 def _variables(options: LaunchOptions) -> dict[str, str]:
-    """The environment variables that a server gets beside those of every server; the user's own win."""
+    """Return the environment variables of this server in addition to those of every server; the user's own win."""
     variables = {**(CPU_SERVER if options.arguments.get("device") == "cpu" else {}), **options.env}
     if options.loader:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(in_server.FOLDER), options.env.get("PYTHONPATH")]))

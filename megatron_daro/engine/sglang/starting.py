@@ -30,10 +30,10 @@ async def bring_up(
 
     Args:
         server: gets its new address and what it says of itself. handle: of its process. options: engine.sglang.
-        expected: what it must be. warn: shows the user what is waited for.
+        expected: what it must be. warn: tells the user what is waited for, and of an untested version.
 
     Raises:
-        EngineError: it did not start, or not in time. UnusableServerError: it is another one than the run needs.
+        EngineError: it did not start, or not in time. UnusableServerError: it is not what the run needs.
     """
     server.client = SGLangClient(await handle.launch())
     wait = _Wait(f"{server.name} at {server.url}", warn)
@@ -60,7 +60,7 @@ async def bring_up(
 
 @dataclass(slots=True)
 class _Wait:
-    """A wait for a server that does not generate yet; a person is told now and then what keeps it from that."""
+    """A wait for a server that does not generate yet; tells the user, at growing intervals, why it does not."""
 
     server: str
     tell: Callable[[str], None]
@@ -73,7 +73,7 @@ class _Wait:
         return time.monotonic() - self.began
 
     def go_on(self, error: EngineError) -> None:
-        """Note why it is not there yet."""
+        """Note why it does not generate yet."""
         self.reason = str(error)
         if self.seconds >= self.next_s:
             self.next_s = 2 * self.next_s
@@ -100,9 +100,9 @@ async def _first_answer(server: Server, handle: ServerHandle, wait: _Wait) -> Se
 
 
 async def _wake(server: Server) -> None:
-    """Wake a server that ran before this run and may still be paused: its last weight update failed, or was never
+    """Resume a server that ran before this run, and may still be paused if its last weight update failed or never
     ended."""
-    with contextlib.suppress(EngineError):  # vetting says what it lacks, and what hangs shows at the first token
+    with contextlib.suppress(EngineError):  # vetting reports a missing call, and `_first_token` a server that hangs
         await server.client.post("/continue_generation", timeout_s=_CALL_S)
 
 
@@ -125,13 +125,13 @@ async def _first_token(server: Server, handle: ServerHandle, wait: _Wait) -> Non
 
 
 async def _check_alive(server: Server, handle: ServerHandle) -> None:
-    """Raise EngineError where the process of a server that is waited for has ended."""
+    """Raise EngineError if the process of a server that is waited for has ended."""
     if reason := await handle.death():
         raise EngineError(f"{server.name} did not start: {reason}") from None
 
 
 def unusable(url: str, error: EngineError) -> EngineError:
-    """Why a server of `engine.sglang.urls` that did not say what it is cannot be used."""
+    """Return the error for a server of `engine.sglang.urls` that did not describe itself."""
     if isinstance(error, RefusedError):
         return UnusableServerError(
             f"engine.sglang.urls: {url} is no SGLang server ({error}); allowed: SGLang {dotted(OLDEST_SGLANG)} or "
@@ -141,5 +141,5 @@ def unusable(url: str, error: EngineError) -> EngineError:
 
 
 def still_starts(error: UnreachableError) -> bool:
-    """Whether a server that did not answer is there, and only not ready yet."""
+    """Whether the error shows a server that is running but not ready yet."""
     return error.status == 503

@@ -1,12 +1,13 @@
 """Supervision of the servers: starts them, watches their progress, restarts those that are fenced.
 
-One watcher per process, beside the engine. When a server is fenced (by a watcher, a failed request or a failed weight
+There is one watcher task per server process. When a server is fenced (by a watcher, a failed request or a failed weight
 update), its process is ended and started again, and it returns as "joining": it gets no request until it has the
-policy's weights. Progress means that a token came out, not that a port is open; an idle server is asked for one.
+policy's weights. Progress means that a token was generated, not that a port is open; an idle server is made to generate
+one.
 
     process -> first answer -> first token -> vetted (all: starting.py) -> joining -> (weights) -> serving
        ^                                                                                             |
-       +--- process ended (a pause, where the start before failed) <---------------------- fenced <--+
+       +--- process ended (and a pause, if the last start failed) <----------------------- fenced <--+
 """
 
 from __future__ import annotations
@@ -47,23 +48,23 @@ class Supervision:
         join: Callable[[Server], Awaitable[None]],
     ) -> None:
         """Args: handles: by server name. join: gives a server the policy's weights (or leaves that to the next
-        update). warn: shows the user a warning. loads: shows which server loads."""
+        update). warn: shows the user a warning. loads: shows the user which server loads."""
         self._loads = loads
         self._fleet, self._handles, self._options, self._expected = fleet, handles, options, expected
         self._warn, self._join = warn, join
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
-        self._may_start = asyncio.Event()  # cleared while others have the GPUs
+        self._may_start = asyncio.Event()  # cleared while the trainer has the GPUs
         self._may_start.set()
         self._unsettled: set[str] = set()  # servers whose process is being ended or started
 
     async def start(self) -> None:
-        """Start all servers at once and watch them from then on. One whose process fails is started again beside the
-        others.
+        """Start all servers at once and watch them from then on. A server that fails to start is restarted while the
+        others go on.
 
         Raises:
-            EngineError: none started; one failed and none may be restarted; or one cannot be used: one that runs
-                already, one with another model or without what the run needs, one that shares the trainer's GPUs.
+            EngineError: none started; or one failed and may not be restarted (it was started by somebody else, shares
+                the trainer's GPUs, or max_restarts is 0); or one is not what the run needs (UnusableServerError).
         """
         starting = [asyncio.create_task(self._start(server)) for server in self._fleet.servers]
         for task in starting:
@@ -85,13 +86,13 @@ class Supervision:
                 self._run(self._watch(server))
 
     def _say_what_loads(self, starting: Sequence[asyncio.Task[EngineError | None]]) -> None:
-        """Say which server is loading, as if they came up one after another."""
+        """Show how far the start is, as if the servers came up one after another."""
         ended = sum(task.done() for task in starting)
         if ended < len(starting):
             self._loads(f"server {ended + 1} of {len(starting)} loads")
 
     async def _start(self, server: Server) -> EngineError | None:
-        """Bring a server up for the first time; returns why it must be started again."""
+        """Bring a server up for the first time. Returns None, or why it must be restarted; raises if it may not be."""
         try:
             await self._bring_up(server)
         except UnusableServerError:
@@ -104,7 +105,7 @@ class Supervision:
         return None
 
     def restart(self, server: Server) -> None:
-        """Start a fenced server again, in the background."""
+        """Restart a fenced server, in the background."""
         if self._closing:
             return
         self._warn(f"SGLang {server.name} is given up: {server.reason}")
@@ -112,11 +113,11 @@ class Supervision:
         self._run(self._restart(server))
 
     def hold_starts(self) -> None:
-        """Start no process again from now on, until `allow_starts`: others have the GPUs."""
+        """Restart no process until `allow_starts`: the trainer gets the GPUs."""
         self._may_start.clear()
 
     def allow_starts(self) -> None:
-        """Start those again that waited for it."""
+        """Let restarts go on that waited since `hold_starts`."""
         self._may_start.set()
 
     async def settled(self) -> None:
@@ -141,8 +142,9 @@ class Supervision:
             self._fleet.fence(server, reason)
 
     def give_up(self, server: Server, reason: str) -> None:
-        """Fence a server whose requests fail. If its process turns out to be gone that is the reason: its log says
-        more than a connection that broke; but the end of all its children takes a moment."""
+        """Fence a server whose requests fail. If its process turns out to be gone, that is the reason given: its log
+        says more than a broken connection. It is suspect meanwhile, since the end of all its children takes a moment.
+        """
         if self._handles[server.name].restartable:
             self._fleet.suspect(server)
             self._run(self._give_up(server, reason))
@@ -155,8 +157,8 @@ class Supervision:
             self._fleet.fence(server, death or reason)
 
     async def death_of(self, server: Server) -> str:
-        """Why the process of a server that cannot be reached is gone, which may take a moment to be seen; empty where
-        it lives, and where nobody knows."""
+        """Return why the process of a server that cannot be reached is gone, waiting a moment for its end to show;
+        empty if it lives, or if that is not known."""
         handle = self._handles[server.name]
         end = time.monotonic() + _DEATH_S
         while not (reason := await handle.death()) and handle.restartable and time.monotonic() < end:
@@ -169,7 +171,7 @@ class Supervision:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """End the fleet where a watcher, a restart or a giving up failed: the run must not go on unwatched."""
+        """Fail the fleet if a supervising task failed: the run must not go on unwatched."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             said = (
@@ -178,12 +180,12 @@ class Supervision:
             self._fleet.fail(EngineError(said))
 
     async def _bring_up(self, server: Server) -> None:
-        """Start a server's process and wait until it may get weights. Raises as `bring_up`."""
+        """Start a server's process and wait until it is ready for weights. Raises as `bring_up`."""
         await bring_up(server, self._handles[server.name], self._options, self._expected, self._warn)
         self._fleet.hold_back(server)
 
     async def _watch(self, server: Server) -> None:
-        """Look every few seconds whether the process lives and whether tokens come."""
+        """Check every few seconds that the process lives and tokens are generated; fence the server if not."""
         limit = self._options.stall_timeout_s
         while server.state != "fenced":
             await asyncio.sleep(min(_WATCH_S, limit / 4))
@@ -199,7 +201,7 @@ class Supervision:
                 self._fleet.fence(server, f"no token came out of it for {limit:g} s (engine.sglang.stall_timeout_s)")
 
     async def _restart(self, server: Server) -> None:
-        """End what is left of the process and start another, until one is up or the restarts are used up."""
+        """End the rest of the process and start another, until one is up or the restarts are used up."""
         given_up_for, failed_starts = server.reason, 0
         await self._end_process(server)
         while True:

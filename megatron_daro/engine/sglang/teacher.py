@@ -1,7 +1,7 @@
-"""On-policy distillation: what a teacher, on SGLang servers of its own, says of the tokens that the policy sampled.
+"""On-policy distillation: the log-probs that a teacher, on SGLang servers of its own, gives the policy's tokens.
 
-Finished rollouts -> (this asks for the log-probs of their tokens) -> the same with `teacher_logprobs`.
-Refuses answers that are of other tokens, and a teacher that refuses a request.
+Finished rollouts -> (this asks for the log-probs of their tokens) -> the same rollouts with `teacher_logprobs`.
+An answer about other tokens, or a refused request, is an error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megatron_daro.types import Rollout
 
 _TRIES = 8
 _REQUEST_S = 600.0
-"""For one pass over one rollout's tokens, among 31 others: far above what a server needs, and it is asked 8 times."""
+"""For one pass over one rollout's tokens, beside 31 others: far more than a server needs, and there are 8 tries."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _AT_ONCE = 32
-"""Requests that each server has at a time."""
+"""Requests in flight at each server."""
 
 
 class Teacher:
@@ -38,7 +38,7 @@ class Teacher:
         self._next = itertools.cycle([(client, asyncio.Semaphore(_AT_ONCE)) for client in self._clients])
 
     async def read(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the same with `teacher_logprobs`, those without a response as they are. Raises as `logprobs`."""
+        """Return the rollouts with `teacher_logprobs`; those without a response unchanged. Raises as `logprobs`."""
         return await asyncio.gather(*map(self._read, rollouts))
 
     async def _read(self, rollout: Rollout) -> Rollout:
@@ -47,19 +47,19 @@ class Teacher:
         return replace(rollout, teacher_logprobs=await self.logprobs(rollout))
 
     async def logprobs(self, rollout: Rollout) -> np.ndarray:
-        """Return float32 [R], the log-probs of the response's tokens at temperature 1; 0 where they are not trained.
+        """Return float32 [R], the log-probs of the response's tokens at temperature 1; 0 for tokens not trained on.
 
         Raises:
-            EngineError: a server refused, said nothing in 8 tries, or answered of other tokens.
+            EngineError: a server refused, no server answered in 8 tries, or an answer is about other tokens.
         """
         tokens, ends = rollout.tokens.tolist(), np.cumsum(rollout.contexts or [len(rollout.tokens)]).tolist()
         parts = [await self._of_sequence(tokens[: ends[0]], rollout.prompt_length)]
-        for start, end in pairwise(ends):  # nothing predicts the first token of a later sequence
+        for start, end in pairwise(ends):  # the first token of a later sequence has no log-prob
             parts += [np.zeros(1, np.float32), await self._of_sequence(tokens[start:end], 1)]
         return np.where(rollout.loss_mask == 1, np.concatenate(parts), np.float32(0))
 
     async def _of_sequence(self, tokens: list[int], first: int) -> np.ndarray:
-        """Return float32, the log-probs of the tokens from number `first` on. Raises as `logprobs`."""
+        """Return float32, the log-probs of `tokens[first:]`. Raises as `logprobs`."""
         body = {
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -79,7 +79,7 @@ class Teacher:
             await client.close()
 
     async def _asked(self, body: Mapping[str, object]) -> object:
-        """Return the answer of a server, the next one at each try."""
+        """Return the answer of a server; each try asks the next server."""
         for attempt in range(_TRIES):
             client, places = next(self._next)
             try:

@@ -1,20 +1,20 @@
-"""One weight update of some servers as a transaction: all of it happened on a server, or the server is fenced.
+"""One weight update of some servers as a transaction: a server completes all of it, or is fenced.
 
-WeightSync runs one at a time, step by step; the policy's ranks send in between. The phases of each step:
+WeightSync runs one update at a time, step by step; the policy's ranks send in between. The phases of each step:
 
-    begin     nobody asks the servers for anything
-    prepare   take the memory of the weights (where the trainer shares GPUs), pause, begin
-    (send)    where it fails: blame
+    begin     the servers get no requests from now on
+    prepare   take the memory of the weights (if the trainer shares GPUs), pause, begin
+    (send)    if it fails: blame
     install   end, flush the cache, compare which matrices are fp8 blocks (of a new server), compare checksums, set the
               version, take the memory of the cache (as above), continue
-    probe     reject those whose answer is not the policy's
-    accept    those that are left serve
+    probe     reject servers whose answers do not come from the policy's weights
+    accept    the remaining servers serve
 
-What prepare and install do with a server, and where a transport has other steps: receiving.py.
+What prepare and install do with a server, and the transports that differ from this: receiving.py.
 
-A server that fails a phase leaves the update and is fenced; if sending fails, which breaks a broadcast's group for all,
-the guilty ones are fenced and the others get everything again from the beginning; from shards to shards, and with
-adapters, the others have everything and go on. It never lets a server serve with weights that are mixed or unknown.
+A server that fails a phase leaves the update and is fenced. If sending fails, which breaks a broadcast's group for all,
+the servers at fault are fenced and the others get everything again from the beginning; from shards to shards, and with
+adapters, the others have everything and go on. No server ever serves with weights that are mixed or unknown.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ALIVE_S = 5.0
 
 
 class Probe(Protocol):
-    """Asks a server what it makes of the fixed text. verified: its checksums were right."""
+    """Sends a server the probe and returns its answer. verified: its checksums were right."""
 
     async def __call__(self, server: Server, verified: bool) -> ProbeAnswer: ...
 
@@ -46,8 +46,8 @@ class Probe(Protocol):
 class UpdateParts:
     """What the updates of one fleet have in common.
 
-    receiving: weight version -> the servers' end of an update. probe: asks a server. death_of: why the process of one
-    that cannot be reached is gone. adapters: unloads those that servers do not need any more. metrics: of the engine.
+    receiving: weight version -> the servers' end of an update. probe: probes a server. death_of: why the process of a
+    server that cannot be reached is gone. adapters: unloads those that servers no longer need. metrics: of the engine.
     warn: shows a warning.
     """
 
@@ -68,22 +68,23 @@ class ServerUpdate:
     def __init__(
         self, parts: UpdateParts, servers: Sequence[Server], version: int, *, awaits_others: bool = False
     ) -> None:
-        """Args: servers: in state serving or joining. version: what the weights are stamped with. awaits_others: where
-        no server is left, those take part that are started again."""
+        """Args: servers: in state serving or joining. version: of the weights. awaits_others: if no server is left,
+        `prepare` waits for servers that are being restarted, and takes them in."""
         self._parts, self._servers, self._version = parts, list(servers), version
         self._awaits_others = awaits_others
         self._fleet, self._options = parts.fleet, parts.options
         self.receiving = parts.receiving(version)
         self._report: SendReport | None = None
-        self._fresh: frozenset[str] = frozenset()  # those whose process was given no weights before
+        self._fresh: frozenset[str] = frozenset()  # servers whose process gets its first weights in this update
 
     def begin(self) -> None:
-        """Take the servers out of service: they are asked for nothing until they are accepted."""
+        """Take the servers out of service: they get no requests until they are accepted."""
         for server in self._servers:
             self._fleet.begin_update(server)
 
     async def prepare(self) -> SendPlan | WeightFiles | None:
-        """Pause the servers and open the update on them; what is to be sent to whom, or written."""
+        """Pause the servers and open the update on them. Returns what to send to whom, or what to write; None if no
+        server is left."""
         servers = await self._opened()
         while not servers and self._awaits_others and self._fleet.awaits():
             self._take_in(await self._fleet.returned())
@@ -106,8 +107,8 @@ class ServerUpdate:
         return await self.receiving.planned(plan)
 
     async def blame(self, report: SendReport) -> None:
-        """Fence those whose fault a failed sending is, and those that cannot take part in another. All others lack
-        something by no fault of their own; where each is sent its own (`report.apart`) they have everything."""
+        """Fence the servers that caused a failed send, and those that cannot take part in another one. The others lack
+        something through no fault of their own, or, if failures are independent (`report.apart`), lack nothing."""
         if report.apart:
             await self._fence_each(report)
             return
@@ -120,7 +121,7 @@ class ServerUpdate:
                 self._fleet.fence(server, f"weight update, send: {failure} Does it serve the model of model.path?")
             elif held_up := await self.receiving.held_up(server):
                 why = f"{held_up} ({failure or 'another server failed'})"
-                await self._fence(server, "send", why, may_be_dead=True)  # of several parts, another one
+                await self._fence(server, "send", why, may_be_dead=True)  # one of its other parts may be dead
 
         await asyncio.gather(*map(judge, self._taking_part()))
         others = ", ".join(server.name for server in self._taking_part()) or "none"
@@ -130,7 +131,7 @@ class ServerUpdate:
             server.reason = f"weight update, send: {report.failures.get(server.name, 'another server failed')}"
 
     async def _fence_each(self, report: SendReport) -> None:
-        """Fence those that lack something."""
+        """Fence the servers that have a failure in the report."""
         failed = [server for server in self._taking_part() if server.name in report.failures]
         failures = [report.failures[server.name] for server in failed]
         await asyncio.gather(
@@ -138,14 +139,14 @@ class ServerUpdate:
         )
 
     async def install(self, report: SendReport) -> None:
-        """Everything after the weights arrived, up to the first request."""
+        """Run the phases between the arrival of the weights and the first request."""
         self._report = report
         self._fresh = frozenset(server.name for server in self._taking_part() if not server.versions)
         async for name, work in self.receiving.installing(report):
             await self._phase(name, work)
 
     async def probe(self) -> Mapping[str, ProbeAnswer]:
-        """Return what each server makes of the fixed text; nothing unless engine.sglang.verify."""
+        """Return each server's answer to the probe; empty unless engine.sglang.verify is set."""
         answers: dict[str, ProbeAnswer] = {}
 
         async def ask(server: Server) -> None:
@@ -157,14 +158,14 @@ class ServerUpdate:
         return answers
 
     def reject(self, name: str, reason: str) -> None:
-        """Fence a server whose answer to the probe is not the policy's."""
+        """Fence a server whose answer to the probe does not come from the policy's weights."""
         for server in self._taking_part():
             if server.name == name:
                 self._fleet.fence(server, f"weight update, probe: {reason}")
 
     async def accept(self) -> Mapping[str, float]:
-        """Those that are left serve. Returns `sync/*`, `timing/sync_send_s` and `engine/*`. Raises SyncError: none is,
-        LostReceiversError: but one may come back."""
+        """Let the remaining servers serve. Returns `sync/*`, `timing/sync_send_s` and `engine/*`. Raises SyncError: no
+        server is left; LostReceiversError: none is left, but one may come back."""
         report = self._report
         done = self._taking_part() if report else []
         for server in done:
@@ -182,12 +183,12 @@ class ServerUpdate:
         }
 
     def abandon(self, error: SyncError) -> None:
-        """Fence all: they may be paused, and nobody would wake them."""
+        """Fence all that take part: they may be paused, and nothing would resume them."""
         for server in self._taking_part():
             self._fleet.fence(server, server.reason or f"weight update: {error}")
 
     async def _opened(self) -> list[Server]:
-        """Open the update on all that take part; returns those that are left."""
+        """Open the update on all that take part; return those that did not fail."""
         for name, work in self.receiving.opening():
             await self._phase(name, work)
         return self._taking_part()
@@ -198,11 +199,11 @@ class ServerUpdate:
             self._fleet.begin_update(server)
 
     def _taking_part(self) -> list[Server]:
-        """Those that were not fenced since the update began."""
+        """Return the servers that were not fenced since the update began."""
         return [server for server in self._servers if server.state == "updating"]
 
     async def _phase(self, name: str, work: Callable[[Server], Awaitable[object]]) -> None:
-        """Do the same on every server at once; fence those that fail."""
+        """Do this work on every server at once; fence those that fail."""
 
         async def one(server: Server) -> None:
             try:
@@ -213,7 +214,7 @@ class ServerUpdate:
         await asyncio.gather(*(one(server) for server in self._taking_part()))
 
     async def _fence(self, server: Server, phase: str, failure: object, *, may_be_dead: bool) -> None:
-        """Give a server up. If its process is gone that is the reason: its log says more than a broken connection."""
+        """Fence a server. If its process is gone, that is the reason: its log says more than a broken connection."""
         death = await self._parts.death_of(server) if may_be_dead else ""
         if server.state == "updating":
             self._fleet.fence(server, f"weight update, {phase}: {death or failure}")

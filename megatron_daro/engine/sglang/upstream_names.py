@@ -1,13 +1,13 @@
-"""Prints what an interpreter has of sglang, as one JSON object; does not import it.
+"""Prints, as one JSON object, which sglang an interpreter has, without importing it.
 
     python upstream_names.py
 
 interpreter.py -> (this, in the interpreter of the servers) -> JSON on standard output. It uses
 nothing outside the standard library and runs on Python 3.9 and newer.
 
-Importing SGLang's ServerArgs takes 7 to 13 s and needs a working torch; reading its source takes 0.1 s. Arguments are
-declared as annotated fields (0.5.18: of the class ServerArgs; 0.5.20 and newer: of the classes in arg_groups/fields)
-and, a few, by calls of add_argument. The names of flags are collected from both.
+Importing SGLang's ServerArgs takes 7 to 13 s and needs a working torch; reading its source takes 0.1 s. Most arguments
+are declared as annotated fields (0.5.18: of the class ServerArgs; 0.5.20 and newer: of the classes in
+arg_groups/fields), a few by calls of add_argument. The names of flags are collected from both.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 
 
 def sources(root: Path) -> list[Path]:
-    """Files that declare command-line arguments; those that exist."""
+    """Return the existing files among those that declare command-line arguments."""
     fields = sorted((root / "srt" / "arg_groups" / "fields").glob("*.py"))
     return [path for path in [root / "srt" / "server_args.py", *fields] if path.is_file()]
 
 
 def flags(tree: ast.Module) -> set[str]:
-    """Names of the flags that a file declares, without leading hyphens, with underscores."""
+    """Return the names of the flags that a file declares, without leading hyphens, with underscores."""
     words: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -58,7 +58,7 @@ def _field_flags(name: str, annotation: ast.expr) -> set[str]:
 
 
 def _flag_text(node: ast.expr) -> str:
-    """Return the text of a flag; empty for anything but a plain text."""
+    """Return the text of a flag; empty for anything other than a string literal."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
@@ -70,7 +70,8 @@ def _literal(node: ast.expr) -> Any:
 
 
 def nccl_package() -> str | None:
-    """Return the NCCL that torch brought, as `package==version`; None for a torch without CUDA, or with its own."""
+    """Return the NCCL package installed with torch, as `package==version`; None if there is none: torch has no CUDA, or
+    contains its own NCCL."""
     for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{name}=={importlib.metadata.version(name)}"
@@ -83,7 +84,7 @@ def has_mooncake() -> bool:
 
 
 def describe() -> dict[str, Any]:
-    """`version` (null: not installed), `names`, `python`, `nccl`, `mooncake`; sglang itself is only located."""
+    """Return `version` (None: not installed), `names`, `python`, `nccl`, `mooncake`; sglang is not imported."""
     packages = {"nccl": nccl_package(), "mooncake": has_mooncake()}
     python = ".".join(map(str, sys.version_info[:3]))
     try:
@@ -99,6 +100,6 @@ def describe() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # sglang may not be looked for beside this file.
+    # Do not look for sglang beside this file.
     sys.path[:] = [entry for entry in sys.path if entry != str(Path(__file__).resolve().parent)]
     print(json.dumps(describe()))

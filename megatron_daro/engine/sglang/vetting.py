@@ -1,7 +1,7 @@
 """Whether a server is what the run needs: what it says of itself -> what is wrong with it.
 
-`report_of` asks a server, `problems` judges what came, all reasons at once and without asking anything. Supervision
-vets each server after its first token and before its first weights.
+`report_of` asks a server; `problems` judges the report, gives all reasons at once, and asks nothing. Each server is
+vetted after its first token and before its first weights (starting.py).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NEEDED_CALLS = (
 MEMORY_CALLS = ("/release_memory_occupation", "/resume_memory_occupation")
 _CALL_S = 10.0
 _TOKENIZER_TEXT = "If 3x + 4 = 10, then x = 2."
-# The oldest version of which is known that it refuses a bias beyond its vocabulary, instead of dying of it.
+# The oldest version known to refuse a bias beyond its vocabulary, instead of crashing.
 _VOCABULARY_VERSION = (0, 5, 20)
 
 
 class UnusableServerError(EngineError):
-    """A server is not what the run needs; started again it would be the same."""
+    """A server is not what the run needs, and a restart would not change that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,10 @@ class Expected:
     """What every server must be.
 
     model_path: of the policy. model_type, vocabulary: of its config.json (None: not compared). longest_prompt, longest:
-    tokens of a prompt, and of a prompt with its answer. encode: text -> ids of the trainer's tokenizer. shares_gpus:
-    with the trainer, in turns: it can give its memory back. reads_text: answers end at texts, which a server without a
-    tokenizer refuses. adapter: PEFT's configuration of the adapters that it gets; empty: it gets whole weights.
+    tokens of a prompt, and of a prompt with its answer. encode: text -> ids of the trainer's tokenizer. shares_gpus: it
+    takes turns with the trainer, so it must be able to release its memory. reads_text: answers end at texts, which a
+    server without a tokenizer refuses. adapter: PEFT's configuration of the adapters that it gets; empty: it gets whole
+    weights.
     """
 
     model_path: Path
@@ -64,9 +65,9 @@ class Expected:
 class ServerReport:
     """What a server says of itself.
 
-    model_type: empty where it does not say. encoded: how its tokenizer writes `_TOKENIZER_TEXT`; None: it has none, or
-    does not say. other_vocabulary: how many tokens its model has, where that is not what is expected; empty where it
-    is, and where it does not say.
+    model_type: empty if it does not say. encoded: ids of `_TOKENIZER_TEXT` by its tokenizer; None if it has none, or
+    does not say. other_vocabulary: how many tokens its model has, if not as many as expected; empty if as many, or if
+    that is not known.
     """
 
     facts: ServerFacts
@@ -76,7 +77,7 @@ class ServerReport:
 
 
 async def report_of(client: SGLangClient, facts: ServerFacts, expected: Expected) -> ServerReport:
-    """Ask a server for the rest that it can say. Raises EngineError: it does not tell its model."""
+    """Ask a server for the rest of its report. Raises EngineError: it does not describe its model."""
     model = await client.model_info(timeout_s=_CALL_S)
     encoded, other_vocabulary = None, ""
     if facts.has_tokenizer and expected.encode and "/tokenize" in facts.calls:
@@ -95,7 +96,8 @@ async def _encoded(client: SGLangClient) -> tuple[int, ...] | None:
 
 
 async def _other_vocabulary(client: SGLangClient, vocabulary: int) -> str:
-    """Ask for a bias of the first token beyond the vocabulary: it must be refused, and no smaller one."""
+    """Ask for a logit bias on the first token id beyond the vocabulary, which a server must refuse, naming the last id
+    that it allows. Returns the size of its vocabulary if that differs; empty if not, or if it is not known."""
     bias = {"max_new_tokens": 1, "logit_bias": {str(vocabulary): 0.0}}
     try:
         await client.post("/generate", {"input_ids": [0], "sampling_params": bias}, timeout_s=_CALL_S)
@@ -108,7 +110,7 @@ async def _other_vocabulary(client: SGLangClient, vocabulary: int) -> str:
 
 
 def problems(report: ServerReport, expected: Expected, options: SGLangSection) -> list[str]:
-    """Say everything that keeps a server from being used; empty where nothing does."""
+    """Return every reason why a server cannot be used; empty if it can."""
     facts = report.facts
     wrong = _missing_calls(facts, expected, options) + _too_short(facts, expected)
     if options.fp8_blocks:
@@ -136,7 +138,7 @@ def problems(report: ServerReport, expected: Expected, options: SGLangSection) -
 
 
 def untested(facts: ServerFacts) -> str:
-    """What a person is told of a version that nobody has tried with this package; empty of any other."""
+    """Return what the user is told of a version newer than those tested with this package; empty for any other."""
     if version_number(facts.version) <= LAST_TESTED:
         return ""
     return f"SGLang {facts.version}, newer than {dotted(LAST_TESTED)}, the newest that was tested"
@@ -186,7 +188,7 @@ def _no_fp8_blocks(facts: ServerFacts) -> list[str]:
 
 
 def _other_parameters(facts: ServerFacts, options: SGLangSection) -> list[str]:
-    """Ranks that write into a server's parameters must know how these lie."""
+    """Check the version for transports whose ranks write into a server's parameters, and so must know their layout."""
     only = options.transport.only_sglang
     if not only or version_number(facts.version) == only:
         return []

@@ -11,7 +11,7 @@ The watchdog is the reaper of orphans below it (PR_SET_CHILD_SUBREAPER), so a de
 is found as well. If the watchdog itself is killed, the kernel kills the command (PR_SET_PDEATHSIG).
 
 Exit status: that of the command, 128 + n after signal n, 127 when the command cannot be started.
-Refuses to forward anything: neither input nor signals reach the command, except those that end it.
+It forwards nothing: neither input nor signals reach the command, except those that end it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of all living or unreaped descendants of a process, from /proc; parents before their children."""
+    """Return the ids of all living or unreaped descendants of a process, from /proc, parents before their children."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib would import more than the whole file does
         if name.isdigit():
@@ -46,7 +46,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def signal_all(pids: list[int], number: int) -> None:
-    """Send a signal to each; one that is gone is passed over."""
+    """Send a signal to each; skip those that are gone."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -55,7 +55,7 @@ def signal_all(pids: list[int], number: int) -> None:
 
 
 def _parent_of(pid: int) -> int:
-    """0 when the process is gone."""
+    """Return the parent's id, or 0 if the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
             # "pid (name) state ppid ...": the name may hold spaces and brackets.
@@ -88,7 +88,7 @@ class Watchdog:
         self._pid = 0
 
     def run(self, report: int | None) -> int:
-        """Start the command, keep it, end it. Returns the exit status.
+        """Start the command, watch it, end it. Returns the exit status.
 
         Args:
             report: descriptor that gets the command's process id as a line, then is closed.
@@ -162,7 +162,7 @@ class Watchdog:
                 self._status = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
     def _terminate(self) -> None:
-        """SIGTERM to all, then wait for the grace. SIGCONT lets a stopped process see it."""
+        """Send SIGTERM to all, and SIGCONT so that a stopped process gets it; then wait for the grace."""
         everyone = descendants(os.getpid())
         signal_all(everyone, signal.SIGTERM)
         signal_all(everyone, signal.SIGCONT)
@@ -172,7 +172,7 @@ class Watchdog:
             self._reap()
 
     def _kill_the_rest(self) -> None:
-        """SIGKILL until nobody is left: a process that forks meanwhile is met in the next round."""
+        """Send SIGKILL until no process is left; one that was forked meanwhile is hit in the next round."""
         deadline = time.monotonic() + KILL_LIMIT_S
         while time.monotonic() < deadline:
             survivors = descendants(os.getpid())

@@ -74,6 +74,7 @@ actor.num_layers_at_end_in_bf16=1 | actor.num_layers_at_end_in_bf16 | actor.num_
 {SERVERS} engine.embedded.threads=2 | engine.embedded |
 data.curriculum.start=0.5 | data.curriculum | data.order=curriculum
 data.order=curriculum data.prioritised.floor=0.5 | data.prioritised |
+data.order=curriculum data.shuffle=false | data.shuffle |
 algorithm.sapo.positive=2 | algorithm.sapo |
 algorithm.correction.cap=3 | algorithm.correction |
 trainer.snapshot_gib=1 | trainer.snapshot_gib |

@@ -32,7 +32,7 @@ def _keys_in(path: Path) -> set[str]:
     return {t for t in texts if t and t.startswith(FAMILIES) and re.fullmatch(r"[a-z0-9_{}]+(/[a-z0-9_{}]+)+", t)}
 
 
-def test_every_key_in_the_packageis_documented():
+def test_every_key_in_the_package_is_documented():
     # host_metrics.py has names that other frameworks give to what they log.
     files = sorted(p for p in (ROOT / "megatron_daro").rglob("*.py") if p.name != "host_metrics.py")
     found = {key: path.relative_to(ROOT) for path in files for key in _keys_in(path)}
@@ -48,5 +48,5 @@ def test_the_synthetic_run_of_these_tests_uses_documented_keys_only(tmp_path):
     assert {k for k in used if not is_documented(k)} == set()
 
 
-def test_no_keyis_documented_twice():
+def test_no_key_is_documented_twice():
     assert len(DOCUMENTED) == len(set(DOCUMENTED))

@@ -260,12 +260,12 @@ class FakePolicy:
         return StepResult({"loss/policy": loss, "difficulty/weight/2": 1 + loss})
 
     @asynccontextmanager
-    async def hold(self, new_version=None):
-        self.events.append(("sync", new_version))
-        yield new_version
+    async def hold(self):
+        yield
 
     async def export(self, plan) -> SendReport:
         """plan: a list, into which the weights go."""
+        self.events.append(("sync", self.version))
         plan.append(self.weights)
         return SendReport(len(self.weights))
 

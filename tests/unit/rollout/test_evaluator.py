@@ -152,8 +152,13 @@ def test_one_that_hangs_is_named():
     async def evaluate(step):
         await asyncio.sleep(NEVER)
 
+    async def go():
+        one = evaluations(evaluate, evaluate=0.001)
+        one.begin(3, collected()[0])
+        await one.ended()
+
     with pytest.raises(DeadlineError, match=r"'evaluate'.*step 3"):
-        asyncio.run(evaluations(evaluate, evaluate=0.001).run(3, collected()[0]))
+        asyncio.run(go())
 
 
 def test_lines_that_wait_for_one_beside_are_written_in_their_order_and_once():
@@ -167,7 +172,7 @@ def test_lines_that_wait_for_one_beside_are_written_in_their_order_and_once():
         one = evaluations(evaluate, beside=True)
         await lines.add(1, {"loss": 1.0})
         assert written == [(1, {"loss": 1.0})]
-        await one.run(2, lines)
+        one.begin(2, lines)
         await lines.add(2, {"loss": 2.0})
         await lines.add(3, {})
         assert len(written) == 1
@@ -175,7 +180,7 @@ def test_lines_that_wait_for_one_beside_are_written_in_their_order_and_once():
         await one.ended()
         assert written[1:] == [(2, {"loss": 2.0, "eval/x": 2.0}), (3, {})]
         await one.ended()
-        await one.run(4, lines)  # the one before is over
+        one.begin(4, lines)  # the one before is over
         await one.ended()
         await lines.add(4, {})
         await lines.close()
@@ -194,7 +199,7 @@ def test_one_that_was_cancelled_leaves_its_line_without_a_result(end):
 
         one = evaluations(evaluate, beside=True)
         one.cancel()  # there is none yet
-        await one.run(2, lines)
+        one.begin(2, lines)
         await lines.add(2, {})
         one.cancel()
         await (one.ended() if end == "ended" else lines.close())

@@ -24,8 +24,8 @@ from megatron_daro.sync import files, handles
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target, WeightFiles
-from megatron_daro.sync.sender import TransportSender
 from megatron_daro.sync.senders import SENDERS, Senders
+from megatron_daro.sync.transport_sender import TransportSender
 
 PLAN = SendPlan(transport="ray", targets=(Target("a", "http://a", 1, 2),), bucket_bytes=64, timeout_s=100.0)
 

@@ -27,11 +27,11 @@ class Policy:
     """reports: what each export gives, or raises. weights: its log-probs of any text are so many waves."""
 
     def __init__(self, *reports):
-        self.reports, self.weights = list(reports), 0.0
+        self.reports, self.weights, self.version = list(reports), 0.0, 0
 
     @asynccontextmanager
-    async def hold(self, new_version=None):
-        yield new_version or 9
+    async def hold(self):
+        yield
 
     async def export(self, plan):
         report = self.reports.pop(0) if self.reports else SendReport()
@@ -212,10 +212,12 @@ def test_the_sampled_probe_is_scored_at_its_own_temperature_and_the_given_text_a
 
 def test_a_receiver_that_fails_again_when_it_comes_back_ends_nothing():
     engine = Engine(endings=[None, SyncError("it died again")])
-    sync = WeightSync(Policy(), engine)
+    policy = Policy()
+    sync = WeightSync(policy, engine)
 
     async def scenario():
         await sync.publish(7)
+        policy.version = 9  # it was trained on
         await engine.came_back("server 1")
 
     asyncio.run(scenario())

@@ -33,9 +33,8 @@ class Weights:
         self.digests, self.broken = {}, None
 
     @asynccontextmanager
-    async def hold(self, new_version=None):
-        self.version = self.version if new_version is None else new_version
-        yield self.version
+    async def hold(self):
+        yield
 
     async def export(self, plan):
         if self.broken:

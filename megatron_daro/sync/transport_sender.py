@@ -1,5 +1,5 @@
-"""The sending end of a transport on one rank, and what several share. It reads its stream to the end also where sending
-failed, since other ranks gather along."""
+"""The base class of a transport's sending end on one rank, and what several transports share. The stream is read to its
+end even if sending failed, since other ranks take part in its gathers."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ class TransportSender(ABC):
         """Send the whole stream.
 
         Args:
-            stream: (HF name, tensor); each item may be a collective of other ranks.
+            stream: (HF name, tensor); each item may be a collective with other ranks.
             plan: what is to be sent to whom.
-            group: of this rank and those of other hosts that hand out the same buckets there.
+            group: this rank, and the ranks on other hosts that hand out the same buckets there.
 
         Returns:
-            The report; failures by receiver.
+            The report, with failures by receiver.
         """
         with read_to_its_end(stream) as tensors:
             return self._send(tensors, plan, group)
 
     @abstractmethod
     def _send(self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, group: ProcessGroup | None) -> SendReport:
-        """Send what comes. May return early where receivers failed: `send` reads the rest."""
+        """Send the tensors. May return early if receivers failed: `send` reads the rest."""
 
     def close(self) -> None:  # noqa: B027 - most keep nothing
-        """Let go of threads and sockets. May be called twice."""
+        """Release threads and sockets. May be called twice."""
 
 
 async def posted_to_all(
     plan: SendPlan, post: Post, path: str, body: Callable[[int], Mapping[str, Any]]
 ) -> dict[str, SendFailure]:
-    """Make one call to each server of a plan, all at once. Args: body: for so many ranks. Returns failures by name."""
+    """Make one call to each server of a plan, all at once. Returns failures by name. Args: body: number of a server's
+    ranks -> body of its call."""
 
     async def one(target: Target) -> SendFailure | None:
         try:
@@ -67,8 +68,8 @@ async def posted_to_all(
 
 @contextlib.contextmanager
 def read_to_its_end(stream: Iterable[_Item]) -> Iterator[Iterator[_Item]]:
-    """Give a stream, and read in the end what is left of it, whatever happens: other ranks gather along, and would wait
-    forever."""
+    """Give an iterator of the stream; when the block ends, even by an error, read the rest of it: other ranks take part
+    in its gathers, and would wait forever."""
     items = iter(stream)
     try:
         yield items
@@ -78,7 +79,7 @@ def read_to_its_end(stream: Iterable[_Item]) -> Iterator[Iterator[_Item]]:
 
 
 def in_thread(call: Callable[[], _Result]) -> Future[_Result]:
-    """Return the outcome of a call in a thread of its own, which nobody has to wait for: not even the process's end."""
+    """Run a call in a daemon thread of its own, which does not keep the process from ending; return its future."""
     future: Future[_Result] = Future()
 
     def run() -> None:
