@@ -110,8 +110,8 @@ class RunOutcome:
     """How a run ended.
 
     status: "finished": `trainer.steps` were done, or a replay reached the end of its recording, and the model was
-    exported; "stopped": ended early, with a checkpoint; "interrupted": ended at once, without one. step: optimizer
-    steps done.
+    exported; "stopped": ended early, with a checkpoint if a step was done; "interrupted": ended at once, without one.
+    step: optimizer steps done.
     """
 
     status: Literal["finished", "stopped", "interrupted"]

@@ -48,10 +48,11 @@ INSIDE: Mapping[str, tuple[str, ...]] = {
 """Wait -> what may run inside it for all of its own time: other waits (in lines above, with what is inside them) and
 limits that users set (see `Deadlines.of`). `abort` and `close` contain nothing: they cut short what they end.
 
-`verdicts` allows each answer of one round its full time; a pool whose workers die again and again takes longer, and so
-do problems with several answers. Not counted: retries of requests that used all of their time, so two or three of them
-in a row end a run that waits for that group alone; and an optimizer step that is waited for or repeated after the loss
-of a rank or of the only server, which may end a run whose steps take hours."""
+Single limits are compared, not amounts of work: an evaluation of very many answers needs a larger
+`trainer.deadline_scale`. `verdicts` allows each answer of one round its full time; a pool whose workers die again and
+again takes longer, and so do problems with several answers. Not counted: retries of requests that used all of their
+time, so two or three of them in a row end a run that waits for that group alone; and an optimizer step that is waited
+for or repeated after the loss of a rank or of the only server, which may end a run whose steps take hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Deadlines:
     abort: float = 60.0
     """Until an engine acknowledged an abort."""
     score: float = 7200.0
-    """Until the verdicts of one group arrive, counted from those of all groups before it."""
+    """Until the verdicts of one group arrive, from when its answers are handed in: they queue behind other groups'."""
     teacher: float = 7200.0
     """A teacher's log-probs for the answers of a group or round, while other groups queue for it too."""
     engine_free: float = 28800.0

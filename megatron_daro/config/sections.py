@@ -188,7 +188,8 @@ class RolloutSection(Section):
     oversampling: float = Field(default=1.0, ge=1, le=100)
     """Prompts to begin, as a multiple of those that the batch is likely to need."""
     max_refill_rounds: int = Field(default=3, ge=0, le=1000)
-    """Most further rounds of prompts while the batch is not full; after these the smaller batch is trained."""
+    """Most further rounds of prompts while the batch is not full; after these the smaller batch is trained. With
+    segment_tokens: each time that answers get a segment."""
     keep_surplus: bool = False
     """Keep what a batch leaves over for the next one: complete groups beyond prompts_per_batch, and unfinished groups
     (single answers with their tokens so far). Needs max_staleness >= 1."""
@@ -199,8 +200,8 @@ class RolloutSection(Section):
 
     segment_tokens: int | None = Field(default=None, ge=1)
     """Most tokens that an answer gets per batch; a longer answer is set aside and goes on in the next batch (Kimi
-    k1.5's partial rollouts). If no group of the batch has ended, its answers get as many again. Surplus groups are
-    kept as with keep_surplus. Unset: only max_response_tokens limits an answer."""
+    k1.5's partial rollouts). If no group of the batch has ended by then, its answers get as many again, beside as many
+    new prompts. Surplus groups are kept as with keep_surplus. Unset: only max_response_tokens limits an answer."""
     repetition: RepetitionSection = RepetitionSection()
     """Options for ending answers that repeat themselves."""
 

@@ -87,11 +87,9 @@ class BatchFiller:
 
     async def _begin_groups(self, batch: BatchSoFar, flight: Flight) -> None:
         """Begin the groups that are wanted, beside those in flight."""
-        # A group set aside goes into a later batch. It is not replaced here: the replacement would only wait as well.
+        # A group that this flight set aside is not replaced in it: the replacement would only wait as well.
         missing = self._section.prompts_per_batch - len(batch.kept) - len(flight.unfinished)
-        wanted = self._filling.wanted(batch, flight, missing)
-        if wanted <= 0:
-            return
+        wanted = max(self._filling.wanted(batch, flight, missing), 0)
         resumed, prompts = old_and_new(self._section, len(flight.to_resume), wanted)
         groups = self._resume(flight, resumed) | self._admit(flight, prompts)
         if not groups:

@@ -56,7 +56,7 @@ def old_and_new(section: RolloutSection, unfinished: int, wanted: int) -> tuple[
     """Return (how many unfinished groups of earlier flights to continue, how many new prompts to begin).
 
     Args:
-        unfinished: groups that earlier flights left. wanted: groups to begin, > 0; unfinished ones come first. With
+        unfinished: groups that earlier flights left. wanted: groups to begin; unfinished ones come first. With
             `segment_tokens` all unfinished groups continue, and `wanted` counts new prompts alone.
     """
     if section.segment_tokens is not None:

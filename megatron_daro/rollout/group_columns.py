@@ -101,8 +101,7 @@ WRITER_OPTIONS: dict[str, Any] = {
     "write_page_checksum": True,
     "store_schema": False,
 }
-"""Options of pyarrow.parquet.ParquetWriter. `benchmarks/recording.py --encodings` at 97b0583 compares other
-encodings."""
+"""Options of pyarrow.parquet.ParquetWriter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

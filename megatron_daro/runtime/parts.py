@@ -40,7 +40,7 @@ from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rollouter import SingleTurn
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.runtime.context import RunContext
-from megatron_daro.runtime.embedded_group import EngineGroup
+from megatron_daro.runtime.embedded_engines import EmbeddedEngines
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
 from megatron_daro.runtime.node_pools import EnvironmentPools, VerifierPools
@@ -298,7 +298,7 @@ def rollout_engine(run: RunContext, tokenizer: PreTrainedTokenizerBase, placemen
             sync_dir=run.run_dir.absolute() / "engine_weights",
             decode=response_decoder(tokenizer),
         )
-    return EngineGroup(run, placement)
+    return EmbeddedEngines(run, placement)
 
 
 async def start_all(run: RunContext, placement: Placement, policy: PolicyGroup, generation: Generation | None) -> None:

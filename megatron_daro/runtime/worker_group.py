@@ -1,7 +1,7 @@
 """Worker processes that belong together, and how the death of one is noticed.
 
 Every worker has a call that never returns, `sentinel`; when it fails, the process is gone. If the process is not
-replaced (healing.py, embedded_group.py), `supervised` (launch.py) ends the run within seconds, wherever the loop
+replaced (healing.py, embedded_engines.py), `supervised` (launch.py) ends the run within seconds, wherever the loop
 happens to wait.
 """
 

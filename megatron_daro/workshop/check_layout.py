@@ -1,10 +1,9 @@
-"""Every rank of a world, built without memory: does a layout use every tensor of a checkpoint, each exactly once?
+"""Builds every rank of a world without memory, to check that a layout uses each tensor of a checkpoint exactly once.
 
-A config.json and a layout -> `check_world` -> what each rank holds. Each rank is built as it is
-in training without Transformer Engine, on the meta device, with Megatron's own groups over a process group that sends
-nothing; its parameters are then traced back to the Hugging Face tensors by the rules that loading, export and
-conversion use.
-Refuses: a layout that does not fit the model; anything that is held twice, never, or in another shape than its rule's.
+A config.json and a layout -> `check_world` -> what each rank holds. Each rank is built as in training without
+Transformer Engine, on the meta device, with Megatron's own groups over a process group that sends nothing. Its
+parameters are then traced back to the Hugging Face tensors by the rules that loading, export and conversion use.
+Refuses: a layout that does not fit the model; anything held twice, never, or in another shape than that of its rule.
 """
 
 from __future__ import annotations
@@ -63,20 +62,20 @@ def check_world(
     options: Mapping[str, object] | None = None,
     progress: Callable[[int], None] = lambda rank: None,
 ) -> WorldReport:
-    """Build every rank of a world, one after the other, and prove that the checkpoint fills it.
+    """Build every rank of a world, one after the other, and check that the checkpoint fills it exactly.
 
     Args:
         shape: the model. layout: sizes; their product is the world.
         dtype: of the weights, fp32 or bf16.
-        options: of `actor.megatron` that belong to TransformerConfig, such as the layers of the first stage.
+        options: those of `actor.megatron` that belong to TransformerConfig, such as the layers of the first stage.
         progress: called with the number of each rank that is done.
 
     Returns:
         What each rank holds.
 
     Raises:
-        ModelError: a tensor that no parameter uses, or that is used twice; a parameter that no tensor fills, or that
-            has another shape; the first few, by name. RuntimeError: this process has a process group already.
+        ModelError: no parameter uses a tensor, or several do; no tensor fills a parameter, or its shape differs. The
+            message names the first few. RuntimeError: this process has a process group already.
     """
     if dist.is_initialized():
         raise RuntimeError("check_world: this process has a process group; ask in a process of its own")
@@ -95,7 +94,7 @@ def check_world(
 def _check_rank(
     use: TensorUse, shape: ModelShape, layout: Layout, rank: int, dtype: str, options: Mapping[str, object] | None
 ) -> RankShare:
-    # torch's own tests use this group: it has every rank and sends nothing.
+    # From torch's own tests: this process group has every rank and sends nothing.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
@@ -152,7 +151,7 @@ class TensorUse:
                 self._wrong.append(f"{rule.megatron_name}: {filled} of {wanted[rule.dim]} entries are filled")
 
     def faults(self) -> Iterator[str]:
-        """Yield what is wrong with the world, after all its ranks."""
+        """Yield what is wrong with the world. Call after all its ranks were added."""
         yield from dict.fromkeys(self._wrong)
         shapes = hf_tensor_shapes(self._shape)
         yield from (f"{name} is no tensor of the checkpoint" for name in self._held if name not in shapes)
@@ -166,7 +165,7 @@ class TensorUse:
                 yield from self._slice_faults(name, rule, slices)
 
     def _slice_faults(self, name: str, rule: TensorRule, slices: Counter[tuple[int, int]]) -> Iterator[str]:
-        """Look whether the slices lie side by side over the whole tensor, each on as many ranks as there are copies."""
+        """Yield where the slices do not cover the tensor side by side, or lie on the wrong number of ranks."""
         position = 0
         for start, stop in sorted(slices):
             if start != position:

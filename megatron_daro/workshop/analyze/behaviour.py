@@ -1,8 +1,8 @@
-"""What an answer does beside being right or wrong: whether it reflects on itself, and how it ends.
+"""What an answer does besides being right or wrong: whether it reflects on itself, and how it ends.
 
-Texts of eval's and analyze's answers -> shares for their tables. Rules, no judge: what Dr. GRPO (arXiv 2503.20783,
-sections 2.1 and 2.3) asks GPT-4o-mini, whether a base model answers at all or only completes the question, is read off
-the answer's end here.
+Texts of eval's and analyze's answers -> shares for their tables. Rules decide, not a judge model. Dr. GRPO (arXiv
+2503.20783, sections 2.1 and 2.3) asks GPT-4o-mini whether a base model answers at all or only completes the question;
+here the end of the answer tells.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ KEYWORDS = (
 )
 """Source: `keyword_pool` of analysis/keyword_count.py, Dr. GRPO's authors' code."""
 Ending = Literal["answered", "ran on", "cut off", "without answer"]
-"""A final answer, and it stopped; a final answer, but it was cut; cut before one; it stopped without one: it is no
-answer, or not in the form that was asked for."""
+"""In this order: stopped with a final answer; cut off although it has a final answer; cut off before one; stopped
+without one, so it is no answer, or not in the form that was asked for."""
 _CODE = ("```python", "```output")
 
 
 def reflects(text: str) -> bool:
-    """Return whether an answer has one of the words of self-reflection in it, in capitals or not."""
+    """Return whether an answer contains one of KEYWORDS, in any case."""
     lower = text.lower()
     return any(word in lower for word in KEYWORDS)
 
@@ -35,7 +35,7 @@ def ending_of(has_answer: bool, truncated: bool) -> Ending:
 
 
 def has_code(text: str) -> bool:
-    """Return whether an answer has a block of Python, or of what it printed, in it."""
+    """Return whether an answer contains a block of Python, or of its output."""
     return any(mark in text for mark in _CODE)
 
 
@@ -64,10 +64,10 @@ class Reflection:
 
     @property
     def accuracy_with(self) -> float | None:
-        """Share of right ones among those that reflect; None where none does."""
+        """Share of right answers among those that reflect; None if none does."""
         return self.reflecting_right / self.reflecting if self.reflecting else None
 
     @property
     def accuracy_without(self) -> float | None:
-        """Share of right ones among the others; None where there are none."""
+        """Share of right answers among the others; None if there are none."""
         return self.other_right / self.other if self.other else None

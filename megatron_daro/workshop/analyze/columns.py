@@ -30,16 +30,16 @@ _KNOWN: tuple[Mapping[str, str], ...] = (
 )
 
 _TEXTS = ("output", "responses")
-"""Lengths that are given as a text, whose characters count."""
+"""Length columns that hold a text, whose characters are counted."""
 _ANSWERS = ("text", "output", "response", "responses")
 """Columns of answers as text: of this package, verl, slime and ROLL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the user says of a dump. columns: by what they hold, see `named_columns`; a length `len(NAME)` counts the
-    characters of a text or a chat. correct_above: the number above which an answer is right. reward_key: of verdicts
-    that are mappings. texts: whether answers are read, too."""
+    """What the user says about a dump. columns: by what they hold, see `named_columns`; a length `len(NAME)` counts the
+    characters of a text or a chat. correct_above: the number above which an answer is right. reward_key: key of the
+    reward in verdicts that are mappings. texts: whether the text of answers is read, too."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     correct_above: float | None = None
@@ -49,8 +49,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns are read. is_text: lengths are texts, whose characters count. text: of answers, where they are
-    read. correct_above, reward_key: as in `Wanted`."""
+    """Which columns are read. is_text: lengths are texts, whose characters are counted. text: column with the text of
+    answers; None if it is not read. correct_above, reward_key: as in `Wanted`."""
 
     group: str
     length: str
@@ -62,12 +62,12 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """All of them."""
+        """All columns that are read."""
         return [self.group, self.length, self.right, *([self.text] if self.text else [])]
 
     @property
     def unit(self) -> str:
-        """What lengths are counted in, for a reader."""
+        """Unit of the lengths, for people."""
         return "characters" if self.is_text else "tokens"
 
 
@@ -90,10 +90,10 @@ def named_columns(option: str) -> dict[str, str]:
 
 
 def choose_columns(path: Path, names: set[str], wanted: Wanted) -> Columns:
-    """Return the columns of a file that has these.
+    """Return which columns to read from a file that has the columns `names`.
 
     Raises:
-        DataError: a column is not there; the message has those that are, and which views would remain.
+        DataError: a column is missing; the message lists those that are there.
     """
     named, answer = dict(wanted.columns), next((name for name in _ANSWERS if name in names), None)
     if wanted.texts and answer is None:

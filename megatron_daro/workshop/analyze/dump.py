@@ -23,7 +23,8 @@ from megatron_daro.workshop.report.conversations import TurnSums, add_turns
 
 _PROBE = 20_000
 _MOST_RUNS = 0.9
-"""The part of all runs of one prompt's rollouts that have one length, where the file was written prompt by prompt."""
+"""A file counts as written prompt by prompt if this share of its runs (consecutive rollouts of one prompt) have the
+same length."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,9 +60,9 @@ class BinSums:
 
 @dataclass(slots=True, eq=False)
 class Dump:
-    """Everything that the views read. steps: sums of each file. unverified: rollouts without a verdict; unreadable:
-    records without a group or a length. turns: sums by turn of conversations. reflection: of each file, where texts are
-    read. incomplete: groups that never had K rollouts."""
+    """Everything that the views read. steps: sums of each file. unverified: rollouts without a verdict. unreadable:
+    records without a group or a length. incomplete: groups that never had K rollouts. turns: sums by turn of
+    conversations. reflection: counts of each file, all 0 if texts are not read."""
 
     total: BinSums
     steps: list[BinSums] = field(default_factory=list)
@@ -77,7 +78,8 @@ def infer_rollouts_per_prompt(rows: Iterable[Row | None]) -> int:
     """Return the usual size of a group among the first rollouts.
 
     Raises:
-        DataError: groups have one rollout, or none repeats; or prompts come up again, so that there are two sizes.
+        DataError: no group has two rollouts; or two sizes are possible, since the rollouts of a group lie in several
+            equal parts of the file.
     """
     groups = [row.group for row in islice(rows, _PROBE) if row]
     sizes = Counter(Counter(groups).values())

@@ -17,13 +17,13 @@ from megatron_daro.workshop.analyze.torch_files import load_torch_file
 
 SUFFIXES = (".parquet", ".jsonl", ".pt")
 _NO_TRAINING = ("untrainable_", "eval_", "val_data_step")
-"""How files begin that hold other rollouts: this package's, and NeMo-RL's of its validation."""
+"""Prefixes of files with rollouts that were not trained: this package's, and those of NeMo-RL's validation."""
 
 Records = Iterator[Mapping[str, object]]
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a dump in the order of their numbers; of a run directory those of its rollouts.
+    """Return the files of a dump, or of the rollouts in a run directory, in the order of their numbers.
 
     Raises:
         DataError: there are none.
@@ -37,7 +37,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def most_sequences(files: Sequence[Path]) -> tuple[Path, Mapping[str, Any]] | None:
-    """Return the rollout of an agent whose model read most sequences, and its file; None where each read but one.
+    """Return (file, rollout) of the rollout in which an agent's model read the most sequences; None if none read two.
 
     Args:
         files: of this package.
@@ -59,12 +59,12 @@ def most_sequences(files: Sequence[Path]) -> tuple[Path, Mapping[str, Any]] | No
 
 
 def open_records(path: Path) -> tuple[set[str], Callable[[Sequence[str]], Records]]:
-    """Return the names of a file's columns, and what then reads its records, once.
+    """Return the names of a file's columns, and a function that reads its records once.
 
-    That is told which columns are wanted: of Parquet no other is read.
+    The function takes the names of the wanted columns; from Parquet only these are read.
 
     Raises:
-        DataError: it is no file, or torn; also while records are read.
+        DataError: it is no file, or torn, which may also show while records are read.
     """
     if why := why_no_file(path):
         raise DataError(f"dump: {path} {why}; allowed are files with records: remove it, or name another dump")

@@ -1,7 +1,7 @@
 """Lines of NeMo-RL's and ROLL's dumps as one mapping for each rollout.
 
-In NeMo-RL's lines each value is a list of one, and the prompt stands only among the token ids, in front of the first
-token that is trained. A line of ROLL's holds a step, with a list for each column.
+In NeMo-RL's lines each value is a list of one element, and the prompt is only found among the token ids, before the
+first trained token. A line of ROLL holds a whole step, with a list for each column.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def rollouts_of(record: Mapping[str, object], where: str) -> Iterator[Mapping[st
     """Yield the rollouts of one object.
 
     Args:
-        record: a line; one of another framework is yielded as it is.
+        record: a line; that of another framework is yielded unchanged.
         where: file and line, for errors.
 
     Raises:
@@ -37,7 +37,8 @@ def rollouts_of(record: Mapping[str, object], where: str) -> Iterator[Mapping[st
 
 
 def _nemo_rl(record: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the rollout. With dynamic sampling `rewards` may be of others; `filtered_rewards` is of those trained."""
+    """Return the rollout. With dynamic sampling, `rewards` may belong to rollouts that are not trained;
+    `filtered_rewards` belongs to the trained ones."""
     tokens, mask = _only(record["token_ids"]), _only(record["token_loss_mask"])
     reward = _only(record.get("filtered_rewards", record["rewards"]))
     if not isinstance(tokens, list) or not isinstance(mask, list):
@@ -51,7 +52,7 @@ def _nemo_rl(record: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _only(value: object) -> object:
-    """Return the one element of a list of one, as NeMo-RL writes each value; anything else as it is."""
+    """Return the element of a list that has only one, as NeMo-RL writes each value; return anything else unchanged."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

@@ -8,7 +8,7 @@ from typing import cast
 
 
 def token_count(length: object) -> float | None:
-    """Return a number of tokens, or how many a list has; None for anything else, such as a list of messages."""
+    """Return a number of tokens, or how many tokens a list has; None for anything else, such as a list of messages."""
     if isinstance(length, list | tuple):
         return float(len(length)) if all(isinstance(token, int | float) for token in length) else None
     size = None if isinstance(length, bool) else number_of(length)
@@ -28,7 +28,7 @@ def character_count(answer: object) -> float | None:
 
 
 def number_of(value: object) -> float | None:
-    """Return a float, infinite where a written number is larger than one can be; None for what is no number."""
+    """Return a value as a float: infinity if it is too large for one; None if it is no number."""
     try:
         return float(cast(float, value))
     except OverflowError:

@@ -19,9 +19,9 @@ from megatron_daro.workshop.report.conversations import turns_table
 from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Trace, pass_rate_ticks
 
 _MOST_WASTED = 0.3
-"""Share of tokens without signal from which on it is worth a change of the data or of sampling."""
+"""Share of tokens without signal that makes a change of data or sampling worthwhile."""
 _UNEVEN = 2.0
-"""How many times the smallest share of the gradient the largest is where one calls it uneven."""
+"""The gradient counts as uneven if its largest share is at least this many times the smallest."""
 _LONGER = 1.3
 
 
@@ -29,8 +29,8 @@ def analysis_page(path: Path, dump: Dump, view: View, unit: str, tokens_per_gpu_
     """Return the page.
 
     Args:
-        path: of the dump. unit: of lengths, tokens or characters. tokens_per_gpu_hour: for the cost of what taught
-            nothing; None: it is not shown.
+        path: of the dump. unit: of lengths, tokens or characters. tokens_per_gpu_hour: for the cost of tokens that
+            taught nothing; None: the cost is not shown.
     """
     k = dump.total.rollouts_per_prompt
     name = safe_text(path.resolve().name, 80, one_line=True)
@@ -63,7 +63,7 @@ def analysis_page(path: Path, dump: Dump, view: View, unit: str, tokens_per_gpu_
 
 
 def headline(view: View, unit: str) -> str:
-    """Return what the dump says in one sentence."""
+    """Return one sentence that sums up the dump."""
     k = view.rollouts_per_prompt
     wasted = f"{view.wasted_share:.1%} of your {unit} taught nothing"
     share = _share(view, "grpo")
@@ -114,7 +114,7 @@ def _share(view: View, algorithm: str) -> Tensor:
 
 
 def _mean_length(lengths: Tensor, view: View) -> float:
-    """Return the mean over the pass rates with signal, each by its groups; 0 where there are none."""
+    """Return the mean over the pass rates with signal, weighted by groups; 0 if there are no groups."""
     inner = slice(1, view.rollouts_per_prompt)
     groups = view.groups[inner]
     return float((lengths[inner].nan_to_num() * groups).sum() / groups.sum()) if float(groups.sum()) else 0.0

@@ -19,14 +19,14 @@ from megatron_daro.workshop.analyze.files import open_records
 from megatron_daro.workshop.analyze.lengths import character_count, number_of, token_count
 
 _TURNS, _REPORTS, _USED, _TURN_KEYS = "turns", "reports", "used", {"observed", "generated"}
-"""Columns of this package alone, and what a turn has."""
+"""Columns that only this package writes, and the keys of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rollout. right: None where the dump has no verdict for it. length: generated tokens, or characters of a text
-    or of a chat's assistant messages. turns: of a conversation, observed and generated tokens of each turn. reports:
-    what its environment said of each answer. reflects: whether its text has a word of self-reflection; None where texts
+    """One rollout. right: None if the dump has no verdict for it. length: generated tokens, or characters of a text or
+    of a chat's assistant messages. turns: of a conversation, observed and generated tokens of each turn. reports: what
+    its environment reported about each answer. reflects: whether its text has a word of self-reflection; None if texts
     are not read."""
 
     group: Hashable
@@ -38,10 +38,10 @@ class Row:
 
 
 def open_dump(files: Sequence[Path], wanted: Wanted) -> Iterator[tuple[Columns, Iterator[Row | None]]]:
-    """Yield the columns and the rollouts of each file, which is opened when its turn comes, and read once.
+    """Yield the columns and the rollouts of each file, which is opened when its turn comes and can be read once.
 
     Raises:
-        DataError: as `open_file` does, or files of one dump count in different units.
+        DataError: as in `open_file`; or the lengths of two files have different units.
     """
     unit = ""
     for path in files:
@@ -56,10 +56,10 @@ def open_dump(files: Sequence[Path], wanted: Wanted) -> Iterator[tuple[Columns, 
 
 
 def open_file(path: Path, wanted: Wanted) -> tuple[Columns, Iterator[Row | None]]:
-    """Return the columns of one file and its rollouts; None for a record that has no group or no length.
+    """Return the columns of one file and its rollouts, with None for a record that has no group or no length.
 
     Raises:
-        DataError: as `choose_columns`; and while it is read: the file is torn, a length is none, or a verdict is
+        DataError: as in `choose_columns`. While it is read: the file is torn, a value is not a length, or a verdict is
             neither 0/1 nor -1/1 and no threshold was given.
     """
     names, read = open_records(path)
@@ -95,19 +95,19 @@ def _row(path: Path, record: Mapping[str, object], columns: Columns) -> Row | No
 
 
 def _plain(value: object) -> object:
-    """Return the numbers of a tensor, an array or one of their scalars; anything else as it is."""
+    """Return the numbers of a tensor, an array or one of their scalars; return anything else unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _turns(value: object) -> Sequence[Mapping[str, int]]:
-    """Return the turns of this package's conversations; nothing where the dump has no such column, or another one."""
+    """Return the turns of this package's conversations; nothing if there is no such column or it has other content."""
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) and set(turn) == _TURN_KEYS for turn in value):
         return ()
     return value
 
 
 def _key(value: object) -> Hashable:
-    """Return what tells a group from others: a chat, say, is a list of mappings."""
+    """Return a hashable key of a group, whose prompt may be a list of mappings (a chat)."""
     if isinstance(value, Hashable) and not isinstance(value, tuple):
         return value
     return json.dumps(value, sort_keys=True, default=str)

@@ -31,7 +31,8 @@ def shares_table(view: View) -> Table:
 
 
 def reflection_table(dump: Dump, names: Sequence[str]) -> Table:
-    """Return how many answers of each file reflect, and how many of these are right. names: of the files."""
+    """Return the share of answers that reflect in each file, and the accuracy of these and of the others. names: of the
+    files."""
     rows = []
     for name, one in zip(names, dump.reflection, strict=True):
         accuracies = ("" if value is None else f"{value:.1%}" for value in (one.accuracy_with, one.accuracy_without))

@@ -1,5 +1,5 @@
-"""Files of `torch.save` from other programs: of what they name only what makes tensors and arrays is run; classes stand
-for inert records."""
+"""Reads files of `torch.save` from other programs. Of the functions and classes that a file names, only those that make
+tensors, arrays and built-in containers are used; an inert record takes the place of any other."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_torch_file(path: Path) -> object:
-    """Return what a file of `torch.save` holds, tensors on the CPU.
+    """Return the content of a file of `torch.save`, with tensors on the CPU.
 
     Raises:
-        DataError: it is no such file, or damaged.
+        DataError: it is no such file, or is damaged.
     """
     import torch
 

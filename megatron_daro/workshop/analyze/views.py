@@ -3,9 +3,9 @@
 On-policy (ratio 1) a bin's loss follows from its lengths alone, so the numbers are those of a first update on these
 rollouts; nothing is estimated.
 
-The mass of a bin is the sum over its tokens of coefficient * |advantage|: the size of its gradient if all tokens'
-log-probability gradients were of one size. Advantage and coefficient are those of each algorithm with its default
-options at its start; DARO's weights are at rest on the dump.
+The mass of a bin is the sum over its tokens of coefficient * |advantage|: the size of its gradient if the
+log-probability gradients of all tokens had the same size. Advantages and coefficients are those of each algorithm with
+its default options at its start; for DARO with the given options, and weights at rest on the dump.
 
 Shape letters: K rollouts per prompt, [K+1] one entry per bin 0..K, B bins 1..K-1.
 """
@@ -26,8 +26,8 @@ from megatron_daro.workshop.analyze.dump import BinSums, Dump
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
     """Per bin, float64 [K+1]. right_length, wrong_length: means, NaN without answers. loss: L_k on-policy.
-    weight_learnt: DARO's after the dump's steps; weight_rest: where they would settle on these rollouts. shares: rule
-    -> part of the mass."""
+    weight_learnt: DARO's weights after the dump's steps; weight_rest: where they would settle on these rollouts.
+    shares: names of algorithms -> share of each bin in the mass."""
 
     pass_rate: Tensor
     groups: Tensor
@@ -51,7 +51,7 @@ class View:
 
     @property
     def wasted_share(self) -> float:
-        """Part of all tokens that groups without signal have."""
+        """Share of all tokens that are in groups without signal."""
         return self.wasted_tokens / max(float(self.tokens.sum()), 1.0)
 
 
@@ -93,7 +93,7 @@ def _learnt(dump: Dump, options: DaroSection) -> Tensor:
 
 
 def _measures(sums: BinSums) -> dict[str, Tensor]:
-    """Return what every magnitude reads, float64 [K+1]: at ratio 1 a token's loss is -A."""
+    """Return the sums that DARO's magnitudes read, float64 [K+1]; at ratio 1 a token's loss is -A."""
     loss_sums, abs_sums = token_loss_sums(sums)
     return {
         "loss_sums": loss_sums,
@@ -104,7 +104,7 @@ def _measures(sums: BinSums) -> dict[str, Tensor]:
 
 
 def _at_rest(sums: BinSums, options: DaroSection) -> Daro:
-    """Return DARO with the weights where updates with these sums would leave them; 1 where a bin has no tokens."""
+    """Return DARO with the weights at which updates with these sums would settle; 1 for a bin without tokens."""
     algorithm = _daro(sums, options)
     algorithm.difficulty.settle(**_measures(sums))
     return algorithm
@@ -119,7 +119,7 @@ def _daro(sums: BinSums, options: DaroSection) -> Daro:
 
 
 def _shares(sums: BinSums, daro: Daro) -> dict[str, Tensor]:
-    """Return the shares by name; algorithms of equal shares stand in one column."""
+    """Return the shares by name; algorithms with equal shares are joined in one column."""
     columns: list[tuple[list[str], Tensor]] = []
     for name in ALGORITHMS:
         size = sums.rollouts_per_prompt
@@ -135,7 +135,7 @@ def _shares(sums: BinSums, daro: Daro) -> dict[str, Tensor]:
 
 
 def _masses(sums: BinSums, algorithm: Algorithm) -> Tensor:
-    """float64 [K+1], from one right and one wrong answer of each bin, of its mean lengths."""
+    """Return the mass of each bin, float64 [K+1], from one right and one wrong answer per bin with its mean lengths."""
     k = sums.rollouts_per_prompt
     inner_B = torch.arange(1, k)
     verdicts_BK = (torch.arange(k) < inner_B[:, None]).to(torch.float64)

@@ -1,6 +1,6 @@
-"""Cases of the oracle: what one is, which are tried, and which are simpler than one that fails.
+"""Cases of the oracle: what a case is, which are tried, and which are simpler than one that fails.
 
-First one axis at a time, then several, then random ones. Plain data: a Case is written into a script as JSON.
+First cases with one axis, then with several, then random ones. A Case is plain data, written into a script as JSON.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 class Case:
     """One layout and one set of samples.
 
-    schedule: for each data-parallel rank its micro-batches, each a list of sample numbers; every rank has as many.
-    prompts, responses: tokens of each sample. holes: (sample, response position) that are not trained. masked: samples
-    without a trained token. group: rollouts per prompt; samples are grouped in order. poison: whether masked positions
-    hold NaN. expert: ranks that share the model's experts, of those that share nothing else of a layer; 0: it has none.
-    whole: whether a context-parallel rank sees whole samples. on_policy: old log-probs are the policy's own. precise:
-    what the function computes in a shorter type is computed in float64.
+    schedule: for each data-parallel rank its micro-batches, each a list of sample numbers; every rank has equally many
+    micro-batches. prompts, responses: tokens of each sample. holes: (sample, response position) that are not trained.
+    masked: samples without a trained token. group: rollouts per prompt; samples are grouped in order. per_token:
+    calculate_per_token_loss. poison: whether masked positions hold NaN. padding: padded positions of each micro-batch.
+    changed: the input of `search.INPUTS` whose values are changed; empty: none. expert: expert-parallel ranks; 0: the
+    model has no experts. whole: whether a context-parallel rank sees whole samples. on_policy: old log-probs are the
+    policy's own. precise: what the function computes in a shorter type is computed in float64.
     """
 
     tensor: int
@@ -45,17 +46,17 @@ class Case:
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return len(self.schedule)
 
     @property
     def world_size(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def num_micro_batches(self) -> int:
-        """On each rank."""
+        """Number of micro-batches on each rank."""
         return len(self.schedule[0])
 
     @property
@@ -72,7 +73,7 @@ class Case:
         return {name: size for name, size in sizes.items() if size > 1}
 
     def reference(self) -> Case:
-        """Return the same samples on one process, in one micro-batch, nothing hidden under the mask."""
+        """Return the case of the same samples on one process, in one micro-batch, without padding or NaN."""
         everything = tuple(sorted(i for rank in self.schedule for micro_batch in rank for i in micro_batch))
         return replace(
             self,
@@ -87,7 +88,7 @@ class Case:
         )
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         sizes = {"TP": self.tensor, "PP": self.pipeline, "CP": self.context, "DP": self.data, "EP": self.expert}
         layout = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
         micro_batches = " | ".join(
@@ -106,7 +107,7 @@ class Case:
 
 
 def from_json(data: Mapping[str, Any]) -> Case:
-    """Return the case whose `asdict` went through JSON, which made lists of its tuples."""
+    """Return a case from its `asdict` that went through JSON, which turned tuples into lists."""
     return Case(**{name: _frozen(value) for name, value in data.items()})  # type: ignore[arg-type]
 
 
@@ -153,18 +154,18 @@ AXES: dict[str, Case] = {
 
 
 def base(*, per_token: bool) -> Case:
-    """Return all samples on one process, in one micro-batch."""
+    """Return the case of all samples on one process, in one micro-batch."""
     return replace(_BASE, per_token=per_token)
 
 
 def axes(*, per_token: bool, whole: bool = False) -> Iterator[tuple[str, Case]]:
-    """Yield the named cases; whole: context-parallel ranks see whole samples."""
+    """Yield the named cases. whole: whether context-parallel ranks see whole samples."""
     for name, case in AXES.items():
         yield name, replace(case, per_token=per_token, whole=whole)
 
 
 def random_case(seed: int, *, per_token: bool) -> Case:
-    """Return a case of up to four processes."""
+    """Return a random case of up to four processes."""
     rng = random.Random(seed)
     ranges = itertools.product((1, 2), (1, 2), (1, 2, 4), (1, 2, 3, 4))
     sizes = [(t, p, c, d) for t, p, c, d in ranges if t * p * c * d <= 4]
@@ -194,7 +195,7 @@ def random_case(seed: int, *, per_token: bool) -> Case:
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Yield cases with less in them, the largest steps first."""
+    """Yield simpler cases, the largest simplifications first."""
     if case.expert:
         yield replace(case, expert=0)
     for smaller in _simpler(case):

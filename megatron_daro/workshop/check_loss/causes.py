@@ -1,7 +1,7 @@
-"""What most likely makes a loss differ, from what it does to each position in the layout that fails.
+"""Names what most likely makes a loss differ, from what it does to each position in the layout that fails.
 
-Case, traces of that layout and of one process -> a sentence. Which positions differ (those at the border of a part,
-those under the mask, those of one micro-batch), and whether by a constant factor, tells the usual mistakes apart.
+Case, traces of that layout and of one process -> a sentence. The usual mistakes are told apart by which positions
+differ (at the border of a part, under the mask, of one micro-batch), and whether they differ by a constant factor.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Unit = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one position adds to the step's gradient, per unit of its log-prob's. border: the first or last of what this
-    rank holds of a sample."""
+    """One position's share of the step. coefficient: derivative of the step's loss by the position's log-prob. border:
+    whether it is the first or last position of a part of a sample that the rank holds."""
 
     coefficient: float
     old: float
@@ -38,7 +38,7 @@ class Share:
 
 
 def shares(case: Case, outcome: Outcome) -> dict[Position, Share]:
-    """Return the share of each position; padded ones are (-1, number)."""
+    """Return the share of each position; the keys of padded positions are (-1, number)."""
     ranks = [trace for trace in outcome.traces if trace.tensor == 0]
     scale = 1 / (case.data * case.context)
     if case.per_token:
@@ -56,7 +56,7 @@ def shares(case: Case, outcome: Outcome) -> dict[Position, Share]:
 
 
 def _at_border(samples: Sequence[int], places: Sequence[int], i: int) -> bool:
-    """Whether the position before or after it is of another sample, or of another part of its own."""
+    """Return whether a neighbour of position i is missing, or is of another sample or another part of the same one."""
     for j, gap in ((i - 1, -1), (i + 1, 1)):
         if not 0 <= j < len(samples) or samples[j] != samples[i] or places[j] != places[i] + gap:
             return True
@@ -72,7 +72,8 @@ def _has_gradient(share: Share, largest: float) -> bool:
 
 
 def single_process_cause(masked: Outcome, case: Case) -> str:
-    """Say what is wrong with a loss on one process already: positions that the mask leaves out are trained."""
+    """Return the cause if the loss is wrong on one process already, because it trains positions that the mask leaves
+    out; else an empty text."""
     own = shares(case, masked)
     largest = _largest(own)
     outside = {key for key, share in own.items() if not share.trained and _has_gradient(share, largest)}
@@ -87,7 +88,8 @@ def single_process_cause(masked: Outcome, case: Case) -> str:
 
 
 def lost_tokens_cause(on_policy: Outcome, case: Case) -> str:
-    """Name a shift by which the first or the last token of every sample has no gradient, at ratios of 1."""
+    """Return the cause if at ratios of 1 the first or the last trained token of every sample has no gradient, which
+    shows a shift; else an empty text."""
     own = shares(case, on_policy)
     largest = _largest(own)
     trained: dict[int, list[int]] = {}
@@ -109,7 +111,7 @@ def lost_tokens_cause(on_policy: Outcome, case: Case) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """The shares of a layout beside those of one process. largest: coefficient on one process."""
+    """The shares of a layout beside those of one process. largest: absolute coefficient on one process."""
 
     own: Mapping[Position, Share]
     reference: Mapping[Position, Share]
@@ -127,15 +129,15 @@ class _Comparison:
         return {key for key, gap in gaps.items() if abs(gap) > _SAME * self.largest}
 
     def is_silent(self, unit: Unit) -> bool:
-        """Whether nothing of a unit is trained, though some of it is on one process."""
+        """Return whether nothing of a unit is trained although some of it is trained on one process."""
         keys = [key for key in self.trained() if self.own[key].unit == unit]
         return all(not self.has_gradient(self.own[key]) for key in keys) and any(
             self.has_gradient(self.reference[key]) for key in keys
         )
 
     def scales(self) -> Sequence[float]:
-        """Return the factor of each unit, sorted; none where one of them has more than one factor, or all hold one
-        position, of which this says nothing."""
+        """Return the factor of each unit, sorted. Return none if a unit has several factors, or if all units hold a
+        single position, where a common factor means nothing."""
         factors: dict[Unit, list[float]] = {}
         for key in self.trained():
             if self.has_gradient(self.reference[key]):
@@ -149,7 +151,7 @@ class _Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """ratio: by which the gradient of a case is off. traces: of that case."""
+    """A case whose gradient is off by the factor `ratio`, and its traces."""
 
     ratio: float
     traces: Sequence[Trace]
@@ -188,12 +190,12 @@ def likely_cause(
     """Say what most likely makes this case differ.
 
     Args:
-        case: that does, with few axes.
-        outcome: its own.
-        wanted: that of the same samples on one process.
+        case: differs, and has few axes.
+        outcome: of the case.
+        wanted: the outcome of the same samples on one process.
         plain: traces of all samples on one process.
-        part: the constant factor of a smaller case, where this one has none.
-        order_matters: another order of the samples in one micro-batch changes the gradient as well.
+        part: the smallest case, if its gradient is off by a constant factor; used if this case has no such factor.
+        order_matters: whether another order of the samples in one micro-batch also changes the gradient.
     """
     finite = all(bool(g.isfinite().all()) for g in outcome.gradients.values())
     if case.poison or not finite:
@@ -215,7 +217,7 @@ def likely_cause(
 
 
 def _by_position(compared: _Comparison) -> str:
-    """Name a cause that shows in which positions differ, and how."""
+    """Return a cause that shows in which positions differ, and how; empty if there is none."""
     own, differing = compared.own, compared.differing()
     if not differing:
         return ""
@@ -239,8 +241,8 @@ def _by_position(compared: _Comparison) -> str:
 
 
 def _only_borders_differ(compared: _Comparison, differing: set[Position]) -> bool:
-    """Whether only positions at borders differ, in most parts beside others that are right: a part that is wrong as a
-    whole, however short, shows no shift."""
+    """Return whether only positions at borders differ, and most parts with such positions also have right ones: a part
+    that is wrong as a whole, however short, does not show a shift."""
     parts: dict[tuple[Unit, int], list[Position]] = {}
     for key in compared.trained():
         parts.setdefault((compared.own[key].unit, key[0]), []).append(key)
@@ -250,7 +252,7 @@ def _only_borders_differ(compared: _Comparison, differing: set[Position]) -> boo
 
 
 def _reads_old_of(gap: int, compared: _Comparison, differing: set[Position]) -> bool:
-    """Whether most of the positions that differ do so as the old log-prob of the one `gap` behind would make them."""
+    """Return whether most differing positions look as if they used the old log-prob of the position `gap` away."""
     own, reference = compared.own, compared.reference
     fits = tried = 0
     for sample, place in differing:
@@ -264,7 +266,7 @@ def _reads_old_of(gap: int, compared: _Comparison, differing: set[Position]) -> 
 
 
 def _has_others_advantages(compared: _Comparison, differing: set[Position]) -> bool:
-    """Whether most of the positions that differ do so as the advantage of another sample would make them."""
+    """Return whether most differing positions look as if they used the advantage of another sample."""
     own, reference = compared.own, compared.reference
     every = torch.tensor(sorted({share.advantage for key, share in own.items() if key[0] >= 0}), dtype=torch.float64)
     fits = tried = 0
@@ -285,7 +287,7 @@ def _by_layout(
     part: Part | None,
     scales: Sequence[float],
 ) -> str:
-    """Name a cause from the axes that the case still has, and the factor of its gradient, or those of its parts."""
+    """Return a cause from the axes that the case still has, and the factor of its gradient or those of its units."""
     if not case.axes:
         return "the order or the masks of the samples alone change it: something is taken by position, not by sample"
     if case.per_token and ratio is not None and (returned := _constant_number(plain)):
@@ -326,7 +328,7 @@ def _of_a_micro_batch(part: Part) -> str:
 
 
 def _constant_number(plain: Sequence[Trace]) -> float | None:
-    """Return what was returned as the number of tokens on one process, if it is another than that of its tokens."""
+    """Return the number of tokens that the function returned on one process, if it is not that of trained tokens."""
     for trace in plain:
         if trace.returned is not None and trace.returned != int(trace.mask_T.sum()):
             return trace.returned

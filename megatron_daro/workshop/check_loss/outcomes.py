@@ -1,4 +1,4 @@
-"""What a case gave, gradients and traces or an error, and how far two cases' gradients are from each other."""
+"""The outcome of a case, which is gradients and traces or an error, and how far the gradients of two cases differ."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 _SAME = 1e-4
 _BROKEN_COLLECTIVE = ("Timed out waiting", "Connection closed by peer", "timed out after", "Connection reset by peer")
-"""What gloo says on a rank whose neighbours do not come to a collective, or are gone."""
+"""Parts of gloo's messages on a rank whose neighbours do not join a collective, or are gone."""
 
 
 @dataclass(slots=True, eq=False)
 class Trace:
     """One micro-batch on one rank of the last stage: what the loss does to each of its positions.
 
-    data, context, tensor, micro_batch: where. samples_T, positions_T: int64, sample and place in its response, -1 for
-    padding. mask_T: bool. coefficients_T: float64, the derivative of the scheduled loss by each log-prob. old_T,
-    advantages_T: float64, what the function was handed. returned: the number of tokens that it returned, if any.
-    types: shorter than float64 in which it computed.
+    data, context, tensor: ranks. micro_batch: its number. samples_T, positions_T: int64, sample and place in its
+    response, -1 for padding. mask_T: bool. coefficients_T: float64, the derivative of the scheduled loss by each
+    log-prob. old_T, advantages_T: float64, of the samples. returned: the number of tokens that the function returned,
+    if any. types: floating types shorter than float64 in which it computed.
     """
 
     data: int
@@ -41,7 +41,7 @@ class Trace:
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
     """What a case gave: the gradient of each parameter (float64, whole) and the traces of all ranks, or the error of
-    the first rank that failed. lost: it did not say the error itself: it never answered, or its process ended."""
+    the first rank that failed. lost: the rank could not report an error: it never answered, or its process ended."""
 
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     traces: Sequence[Trace] = ()
@@ -60,7 +60,8 @@ class Outcome:
 
 
 def difference(outcome: Outcome, wanted: Outcome) -> float:
-    """Return the largest difference of any gradient, relative to the largest reference gradient; inf after an error."""
+    """Return the largest difference of any gradient, relative to that parameter's largest reference gradient; inf if
+    only one of the two failed, 0 if both did."""
     if outcome.error or wanted.error:
         return 0.0 if outcome.error and wanted.error else math.inf
     worst = 0.0
@@ -72,7 +73,7 @@ def difference(outcome: Outcome, wanted: Outcome) -> float:
 
 
 def constant_ratio(gradients: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float | None:
-    """Return the factor between two gradients; None where they differ by more than a factor."""
+    """Return the factor between two gradients; None if they differ by more than a factor."""
     got = torch.cat([gradients[name].flatten() for name in wanted])
     want = torch.cat([tensor.flatten() for tensor in wanted.values()])
     if not bool(torch.isfinite(got).all()) or not float(want.norm()):

@@ -1,7 +1,7 @@
-"""Processes that run cases: four ranks that import Megatron once and then join one layout after another.
+"""Processes that run cases: four ranks that join one layout after another, and one more for cases of one process.
 
-`search` asks for cases, one at a time; each rank that takes part runs it and answers. A rank
-that does not answer in time is ended with its neighbours, and the case counts as failed.
+`search` asks for cases, one at a time; each rank that takes part runs the case and answers. If a rank fails or does not
+answer in time, all processes are replaced, and the case counts as failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANKS, ANSWER_S = 4, 120
 _Answer = tuple[dict[str, Tensor], list[Trace]]
 """Gradients and traces of a rank."""
 _SETTLE_S = 2.0
-"""How long the other ranks have to say more, once one has failed."""
+"""How long the other ranks may still answer once one has failed."""
 
 
 def find_function(name: str) -> LossFunction:
@@ -57,7 +57,7 @@ class CasePool:
     """Runs cases. Use as a context manager."""
 
     def __init__(self) -> None:
-        """`with` starts the processes."""
+        """Start nothing yet; `with` starts the processes."""
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._layout: tuple[int, ...] | None = None
@@ -68,11 +68,11 @@ class CasePool:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        """End them."""
+        """End the processes."""
         self._stop()
 
     def _start(self) -> None:
-        # Forked from a process that has imported Megatron once, and nothing else: it runs no threads.
+        # Forked from a process that has only imported Megatron, and therefore runs no threads.
         use_own_sockets()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["megatron_daro.workshop.check_loss.rank"])
@@ -91,10 +91,10 @@ class CasePool:
         self._pipes, self._processes, self._layout = [], [], None
 
     def run(self, case: Case, function: str) -> Outcome:
-        """Return the gradients of a case under `module:function`, or the first rank's error."""
+        """Run a case under `module:function`, and return its gradients and traces, or the error of a rank."""
         from megatron_daro.workshop.check_loss.rank import joined
 
-        # A process of its own for cases of one process, so that the others keep their groups between references.
+        # Cases of one process have a process of their own, so that the ranks keep their groups between references.
         members = self._pipes[: case.world_size] if case.world_size > 1 else self._pipes[-1:]
         layout = (case.tensor, case.pipeline, case.context, case.data, max(case.expert, 1))
         changed = case.world_size > 1 and layout != self._layout
@@ -112,8 +112,8 @@ class CasePool:
         return Outcome(joined(case, list(gradients)), [trace for rank in traces for trace in rank])
 
     def _answers(self, members: list[Connection]) -> tuple[list[_Answer], Outcome | None]:
-        """Return what all ranks answered, or how the case failed: by the end of a process, of which its neighbours
-        only know that the connection broke; else by the first error that a rank tells."""
+        """Return the answers of all ranks, or how the case failed. If a process ended, that is the failure, since its
+        neighbours only report a broken connection; else it is the first error that a rank reports."""
         answers: dict[int, _Answer] = {}
         waiting, deadline, lost, error = dict(enumerate(members)), time.monotonic() + ANSWER_S, "", ""
         while waiting and (ready := wait(list(waiting.values()), deadline - time.monotonic())):
@@ -144,7 +144,7 @@ class CasePool:
 
 
 def serve(pipe: Connection, path: list[str]) -> None:
-    """Run what is asked for until the other end closes; the main function of a rank."""
+    """Run the requested cases until the other end closes. This is the main function of a rank."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -155,7 +155,7 @@ def serve(pipe: Connection, path: list[str]) -> None:
     from megatron_daro.workshop.check_loss.rank import join, run_case
 
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported is not looked through again
+    gc.freeze()  # later collections skip what is imported
     alone = False
     while True:
         try:
@@ -166,7 +166,7 @@ def serve(pipe: Connection, path: list[str]) -> None:
             function = find_function(name)
             if meeting or (case.world_size == 1 and not alone):
                 shutdown()
-                gc.collect()  # the model of the last case holds its groups in a cycle, with gloo's threads
+                gc.collect()  # the last case's model holds its groups, and so gloo's threads, in a reference cycle
                 join(case, rank, meeting)
                 alone = case.world_size == 1
             traces: list[Trace] = []

@@ -1,4 +1,4 @@
-"""In which floating types shorter than float64 a loss computes, and the same computed in float64."""
+"""Finds in which floating types shorter than float64 a loss computes, and can make it compute in float64 instead."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SHORTER = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Precision(TorchDispatchMode):
-    """Notes in which shorter floating types a function computes; widen: and computes in float64 instead."""
+    """Notes in which types shorter than float64 a function computes. widen: also make it compute in float64."""
 
     def __init__(self, *, widen: bool) -> None:
-        """Note nothing yet."""
+        """Begin with no types noted."""
         super().__init__()
         self.types: set[str] = set()
         self._widen = widen
@@ -25,7 +25,7 @@ class Precision(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        """Run one operator."""
+        """Run one operator, and note or widen its results."""
         kwargs = dict(kwargs or {})
         if self._widen and kwargs.get("dtype") in _SHORTER:
             kwargs["dtype"] = torch.float64

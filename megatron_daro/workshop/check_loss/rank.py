@@ -1,4 +1,4 @@
-"""One rank of a case: a small model of two stages through Megatron's own schedule, with the function under test.
+"""One rank of a case: runs a small model through Megatron's own schedule, with the function under test as its loss.
 
 Case and function -> gradients of this rank, in float64, reduced as Megatron reduces them, and a trace of each
 micro-batch.
@@ -41,7 +41,7 @@ TIMEOUT_S = 30
 
 
 def join(case: Case, rank: int = 0, init_method: str | None = None) -> None:
-    """Join the process group of a case's layout; without `init_method` that of one process."""
+    """Join the process group of a case's layout; without `init_method`, a group of this process alone."""
     sizes = {"tensor": case.tensor, "pipeline": case.pipeline, "context": case.context, "data": case.data}
     layout = Layout(**sizes, expert=max(case.expert, 1))
     initialize(layout, rank=rank, init_method=init_method, seed=1, timeout_s=TIMEOUT_S)
@@ -51,7 +51,7 @@ def run_case(case: Case, function: LossFunction, traces: list[Trace] | None = No
     """Return this rank's gradients after forward, backward and Megatron's reduction.
 
     Args:
-        traces: gets one for each micro-batch, on ranks of the last stage.
+        traces: a list to which ranks of the last stage add one for each micro-batch.
 
     Raises:
         AlgorithmError: the function returned something that Megatron's schedules do not take.
@@ -67,7 +67,7 @@ def run_case(case: Case, function: LossFunction, traces: list[Trace] | None = No
         params_dtype=torch.float64,
         pipeline_dtype=torch.float64,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, also without experts
+        moe_token_dispatcher_type="alltoall",  # Megatron requires it with variable lengths, even without experts
         calculate_per_token_loss=case.per_token,
         finalize_model_grads_func=finalize_model_grads,
     )
@@ -145,7 +145,7 @@ def _forward_step(
     labels_T = torch.cat([*labels, pad])
 
     def loss(output: Tensor) -> tuple[Any, ...]:
-        logprobs_T = -vocab_parallel_cross_entropy(output, labels_T[:, None])[:, 0].double()  # it gives float32
+        logprobs_T = -vocab_parallel_cross_entropy(output, labels_T[:, None])[:, 0].double()  # from float32
         trace = _trace(case, samples, micro_batch, places, logprobs_T, len(traces))
         traces.append(trace)
         held = places
@@ -170,7 +170,7 @@ def _trace(
     logprobs_T: Tensor,
     number: int,
 ) -> Trace:
-    """Return the trace of a micro-batch, whose coefficients come with its way back."""
+    """Return the trace of a micro-batch, whose coefficients the backward pass will set."""
     extra = torch.full((len(logprobs_T) - sum(map(len, places)),), -1)
     columns = [samples.columns[i] for i in micro_batch]
     old_T = torch.cat([*(c.old_R[p] for c, p in zip(columns, places, strict=True)), extra.double()])
@@ -198,7 +198,8 @@ def _trace(
 
 
 def _gathered(places: list[Tensor], held: list[Tensor], logprobs_T: Tensor) -> Tensor:
-    """Return the log-probs of whole samples, of which the own have a gradient. Collective over context parallelism."""
+    """Return the log-probs of whole samples, of which only this rank's own have a gradient. Collective over
+    context-parallel ranks."""
     starts = torch.tensor([0, *(len(p) for p in held)]).cumsum(0)
     total = int(starts[-1])
     index = torch.cat([p + start for p, start in zip(places, starts[:-1], strict=True)])
@@ -241,7 +242,7 @@ def _batch(
 
 
 def _checked(result: object) -> tuple[Any, ...]:
-    """Return what the function returned, in the form that the schedule takes."""
+    """Return the function's result in the form that the schedule takes."""
     if isinstance(result, Tensor):
         return result, {}
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], Tensor):
@@ -276,14 +277,14 @@ def under_torchrun(case: Case, function: LossFunction) -> None:
 
 
 def whole_gradients(case: Case, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Put the parameters of all stages and tensor-parallel ranks together, on every rank. Collective."""
+    """Join the gradients of all stages, tensor-parallel and expert-parallel ranks, on every rank. Collective."""
     parts: list[Any] = [None] * case.world_size
     dist.all_gather_object(parts, own)
     return joined(case, parts)
 
 
 def joined(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return whole parameters from those of all ranks, in rank order: tensor ranks are neighbours, stages come last."""
+    """Return whole gradients from those of all ranks, in rank order (tensor-parallel ranks fastest, stages slowest)."""
     first, last = parts[0], parts[-case.tensor :]
     whole = {"embedding": first["embedding"], "output": torch.cat([part["output"] for part in last])}
     if case.expert == 1:

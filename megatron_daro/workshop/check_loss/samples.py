@@ -21,7 +21,8 @@ VOCAB = 12
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleColumns:
-    """One sample: inputs_R are the tokens before each response token, labels_R those tokens; the others per token."""
+    """One sample. labels_R: the response tokens; inputs_R: the token before each of them. old_R, ref_R: log-probs.
+    prompt: tokens of the prompt."""
 
     inputs_R: Tensor
     labels_R: Tensor
@@ -33,7 +34,7 @@ class SampleColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSamples:
-    """All samples of a case. lengths_N: trained tokens. K: rollouts per prompt."""
+    """All samples of a case. lengths_N: trained tokens."""
 
     columns: list[SampleColumns]
     rewards_N: Tensor
@@ -43,7 +44,7 @@ class StepSamples:
 
 
 def step_samples(case: Case) -> StepSamples:
-    """Make the samples of a case, from its seed."""
+    """Make the samples of a case from its seed."""
     columns = []
     for i, (prompt, response) in enumerate(zip(case.prompts, case.responses, strict=True)):
         generator = torch.Generator().manual_seed(1000 * case.seed + i)
@@ -58,10 +59,10 @@ def step_samples(case: Case) -> StepSamples:
     count = len(columns)
     group_N = torch.arange(count) // case.group
     right_N = torch.tensor([(i % case.group) <= (i // case.group) % case.group for i in range(count)])
-    right_N[case.group - 1 :: case.group] = False  # no group is all right: each has a signal
+    right_N[case.group - 1 :: case.group] = False  # no group is all right, so each has a signal
     rewards_N = right_N.to(torch.float64)
     advantages_N = group_advantages(rewards_N, group_N) + 0.1 * torch.arange(count, dtype=torch.float64)
-    # What is changed differs from sample to sample, signs too: losses may read an input up to a factor or a shift.
+    # The change differs between samples, since a loss may ignore a common factor or shift of an input.
     if case.changed == "rewards":
         rewards_N = rewards_N.roll(1) + 0.5 * (torch.arange(count) % 3)
     if case.changed == "advantages":
@@ -80,8 +81,8 @@ def step_samples(case: Case) -> StepSamples:
 def local_positions(column: SampleColumns, rank: int, size: int) -> Tensor:
     """Return the response positions that a context-parallel rank holds: Megatron's zigzag, chunks r and 2 size - 1 - r.
 
-    The chunks are of the whole sample, prompt included, and a position belongs to the token before it, whose output
-    predicts it.
+    The chunks are of the whole sample, prompt included. A position lies in the chunk of the token before it, whose
+    output predicts it.
     """
     response = len(column.labels_R)
     if size == 1:

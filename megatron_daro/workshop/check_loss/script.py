@@ -1,4 +1,4 @@
-"""The smallest failing case as one script for torchrun, which somebody runs, changes and runs again."""
+"""Writes the smallest failing case as a script for torchrun, to be run, changed and run again."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""The check itself: every case beside the same samples on one process; the smallest that differs, and its cause.
+"""The check itself: compares every case with the same samples on one process; finds the smallest that differs, and its
+cause.
 
-    one process: a gradient at all, repeatable, precise, each claimed input has an influence, the mask is kept
+    one process: there is a gradient, repeatable and precise; each claimed input has an influence; the mask is respected
       -> every named case (`cases.AXES`), then random ones while there is time
-      -> the first case that fails again, made as small as it gets
-      -> its cause: rounding alone, or what `causes` reads off the positions and axes
+      -> the first case that differs again when repeated, made as small as possible
+      -> its cause: rounding alone, or what `causes` derives from the positions and axes
 
-Nothing else is asked of the loss than that the layout must not show.
+Only one thing is required of the loss: it must not depend on the layout.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megatron_daro.workshop.check_loss.pool import CasePool
 TOLERANCE = 1e-5
 _MOST_SHRINKING = 150
 _MOST_HUNG = 2
-"""Cases of ranks that never answer: each takes as long as one is waited for."""
+"""The search ends early after this many cases whose ranks hang, since each of them takes until a timeout."""
 INPUTS = ("advantages", "rewards", "old_logprobs", "ref_logprobs")
 
 
@@ -53,7 +54,7 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """What was found. case: the smallest that differs, if any; cause: a sentence, also where an input has no influence
+    """What was found. case: the smallest that differs, if any. cause: a sentence; also set if an input has no influence
     or a rank failed. error: of the case, if it raised."""
 
     function: str
@@ -87,13 +88,13 @@ def check(
 
     Args:
         function: `module:function`.
-        pool: started.
+        pool: of processes, started.
         flags: values of calculate_per_token_loss that the function supports.
         uses: inputs that must have an influence on the gradient, of INPUTS.
         whole: whether a context-parallel rank sees whole samples, as with verl's Megatron engine.
-        to_the_end: whether the named cases after the first that differs are tried as well; the cause is the same.
-        seconds: in which random cases begin, counted from the start; the named cases are tried however long they take.
-        num_random: random cases that are tried even when `seconds` are over.
+        to_the_end: whether named cases are still tried after the first that differs; this does not change the cause.
+        seconds: no random case begins later than this after the start; named cases are tried however long they take.
+        num_random: random cases that are tried even after `seconds`.
         seed: of the random cases.
         progress: called with each row.
 
@@ -114,14 +115,19 @@ def check(
         if not row.exact:
             differing.append(case)
 
+    def is_over() -> bool:
+        return oracle.hung >= _MOST_HUNG or bool(differing and not to_the_end)
+
     for flag in flags:
+        if is_over():
+            break
         report.cause, report.error = _single_process_fault(oracle, flag, uses)
         if report.cause:
             report.seconds = time.monotonic() - started
             return report
         for name, case in axes(per_token=flag, whole=whole):
             compare(name, case)
-            if oracle.hung >= _MOST_HUNG or (differing and not to_the_end):
+            if is_over():
                 break
     number = 0
     while not differing and (number < num_random or time.monotonic() - started < seconds):
@@ -135,7 +141,7 @@ def check(
 
 
 class _Oracle:
-    """Runs cases beside their references, which are kept. hung: cases of ranks that never came or answered."""
+    """Runs cases and their references, whose outcomes it keeps. hung: how many cases had ranks that hung or ended."""
 
     def __init__(self, function: str, pool: CasePool) -> None:
         self._function, self._pool = function, pool
@@ -161,7 +167,7 @@ class _Oracle:
 
 
 def _single_process_fault(oracle: _Oracle, flag: bool, uses: Sequence[str]) -> tuple[str, str]:
-    """Return (cause, error) of what is wrong on one process already; of a loss in which nothing is, empty ones."""
+    """Return (cause, error) of a fault that shows on one process already; empty texts if there is none."""
     plain = base(per_token=flag)
     outcome = oracle.run(plain)
     if outcome.error:
@@ -190,7 +196,7 @@ def _single_process_fault(oracle: _Oracle, flag: bool, uses: Sequence[str]) -> t
 
 
 def _explain(report: Report, oracle: _Oracle, differing: Sequence[Case]) -> None:
-    """Make the first case that differs again as small as it gets, and name its cause."""
+    """Shrink the first case that differs again when repeated, and name its cause."""
     again = next((case for case in differing if oracle.difference(case) > TOLERANCE), differing[0])
     smallest = _shrunk(oracle, again)
     outcome, wanted = oracle.run(smallest), oracle.reference(smallest)
@@ -207,7 +213,7 @@ def _explain(report: Report, oracle: _Oracle, differing: Sequence[Case]) -> None
 
 
 def _shrunk(oracle: _Oracle, case: Case) -> Case:
-    """Return the simplest case that still differs, of those that are tried; each step takes the first that does."""
+    """Return the simplest case found that still differs; each round takes the first simpler case that does."""
     runs, hung, shrinks = 0, 0, True
     while shrinks:
         shrinks = False
@@ -224,7 +230,7 @@ def _shrunk(oracle: _Oracle, case: Case) -> Case:
 
 
 def _precision_cause(oracle: _Oracle, case: Case) -> str:
-    """Say that rounding alone makes the difference, if computed in float64 there is none."""
+    """Return a cause if rounding alone makes the difference, so that there is none in float64; else an empty text."""
     outcome = oracle.run(case)
     if not outcome.types:
         return ""
@@ -235,7 +241,8 @@ def _precision_cause(oracle: _Oracle, case: Case) -> str:
 
 
 def _layout_cause(oracle: _Oracle, again: Case, smallest: Case) -> str:
-    """Name the cause from the case that was found, which says more, if it has no other axes than the smallest."""
+    """Return the cause, from the case `again`, which shows more than the smallest, if both have the same axes, padding
+    and NaN and `again` still differs; else from the smallest."""
     case = again if _kind_of(again) == _kind_of(smallest) else smallest
     outcome, wanted = oracle.run(case), oracle.reference(case)
     if outcome.error or difference(outcome, wanted) <= TOLERANCE:

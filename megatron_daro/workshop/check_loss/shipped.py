@@ -1,7 +1,7 @@
 """Losses that are exact, in the form the oracle takes: this package's algorithms, PPO, GSPO and CISPO.
 
-`megatron-daro check-loss megatron_daro.workshop.check_loss.shipped:daro`. They are the worked
-examples of how a loss is wrapped, and the cases in which the oracle must not cry wolf.
+`megatron-daro check-loss megatron_daro.workshop.check_loss.shipped:daro`. They are worked examples of how to wrap a
+loss, and losses for which the oracle must not raise a false alarm.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron_daro.workshop.check_loss.records import LossBatch, LossFunction, S
 
 
 def megatron_return(share: Tensor, batch: LossBatch, step: StepInfo) -> tuple[Any, ...]:
-    """Return this micro-batch's share of the step's loss as Megatron's schedules want it.
+    """Return this micro-batch's share of the step's loss in the form that Megatron's schedules want.
 
-    With calculate_per_token_loss gradients are summed over DP x CP and divided by the returned tokens: return the share
-    times the tokens of the step. Without, a 2-tuple is multiplied by CP and divided by the number of micro-batches, and
-    gradients are averaged over DP x CP.
+    With calculate_per_token_loss, Megatron sums gradients over DP x CP and divides them by the returned tokens, so the
+    share is multiplied by the tokens of the step. Without it, Megatron multiplies the loss of a 2-tuple by CP, divides
+    it by the number of micro-batches, and averages gradients over DP x CP.
 
     Args:
         share: 0-dim; the sum over micro-batches and ranks is the loss.
@@ -50,7 +50,7 @@ def _algorithm(name: str) -> LossFunction:
     return loss
 
 
-# The others weigh by a state, or by the lengths of whole groups, which a LossBatch does not hold.
+# The other algorithms weight by a state, or by the lengths of whole groups, which a LossBatch does not hold.
 _LOSSES: dict[str, Callable[..., Any]] = {
     name: _algorithm(name) for name, cls in ALGORITHMS.items() if not issubclass(cls, SampleAlgorithm)
 }
@@ -60,7 +60,7 @@ maxrl, f_grpo, mgpo, dgpo = _LOSSES["maxrl"], _LOSSES["f_grpo"], _LOSSES["mgpo"]
 
 
 def ppo(batch: LossBatch, step: StepInfo) -> tuple[Any, ...]:
-    """PPO's clipped surrogate, mean over the step's tokens."""
+    """Return PPO's clipped surrogate, mean over the step's tokens."""
     old_T = torch.where(batch.mask_T, batch.old_logprobs_T, batch.logprobs_T.detach())
     ratio_T = importance_ratio(batch.logprobs_T, old_T)
     losses_T = clipped_ratio_loss(ratio_T, batch.advantages_T, 0.2, 0.2)
@@ -68,7 +68,7 @@ def ppo(batch: LossBatch, step: StepInfo) -> tuple[Any, ...]:
 
 
 def gspo(batch: LossBatch, step: StepInfo) -> tuple[Any, ...]:
-    """GSPO: one ratio per sequence, over all context-parallel ranks; mean over sequences."""
+    """Return GSPO's loss: one ratio per sequence, over all context-parallel ranks; mean over sequences."""
 
     def over_context(sums_M: Tensor) -> Tensor:
         total_M = sums_M.detach().clone()
@@ -84,7 +84,7 @@ def gspo(batch: LossBatch, step: StepInfo) -> tuple[Any, ...]:
 
 
 def cispo(batch: LossBatch, step: StepInfo) -> tuple[Any, ...]:
-    """CISPO: the clipped ratio is a constant weight of the log-probability; mean over the step's tokens."""
+    """Return CISPO's loss: the clipped ratio is a constant weight of the log-prob; mean over the step's tokens."""
     old_T = torch.where(batch.mask_T, batch.old_logprobs_T, batch.logprobs_T.detach())
     weight_T = importance_ratio(batch.logprobs_T, old_T).detach().clamp(max=1.28)
     losses_T = -weight_T * batch.advantages_T * batch.logprobs_T

@@ -1,8 +1,8 @@
-"""A small model whose gradients are exact on any layout, so that whatever differs comes from the loss.
+"""A small model whose gradients are exact on any layout, so that every difference comes from the loss.
 
-It predicts a token from the token before it alone (embedding, tanh, vocabulary-parallel output): enough to split over
-tensor, pipeline and context ranks. With experts, a token adds the row of its own expert; rows lie on expert-parallel
-ranks and are reduced as Megatron reduces experts.
+It predicts a token only from the token before it (embedding, tanh, vocabulary-parallel output), which is enough to
+split over tensor, pipeline and context ranks. With experts, a token adds the row of its own expert; rows are divided
+over expert-parallel ranks, and their gradients are reduced as Megatron reduces those of experts.
 
 Shape letters: T tokens, E experts, D hidden, V vocabulary.
 """
@@ -32,11 +32,11 @@ class _Group(Protocol):
 
 
 class _AllExperts(torch.autograd.Function):
-    """Rows of all experts on each expert-parallel rank; their gradients are summed over the ranks' tokens."""
+    """Gathers the rows of all experts on each expert-parallel rank; sums their gradients over the ranks' tokens."""
 
     @staticmethod
     def forward(ctx: _Group, rows_ED: Tensor) -> Tensor:
-        """[experts of this rank, D] -> [EXPERTS, D]."""
+        """Gather [experts of this rank, D] -> [EXPERTS, D]."""
         ctx.group = parallel_state.get_expert_model_parallel_group()
         parts = [torch.empty_like(rows_ED) for _ in range(dist.get_world_size(ctx.group))]
         dist.all_gather(parts, rows_ED.contiguous(), group=ctx.group)
@@ -44,17 +44,17 @@ class _AllExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Group, *gradients: Tensor) -> Tensor:
-        """Sum over the ranks, as the way back of a token dispatcher does, and keep the own rows."""
+        """Sum over the ranks, as a token dispatcher does in its backward pass, and keep this rank's rows."""
         total_ED = gradients[0].clone()
         dist.all_reduce(total_ED, group=ctx.group)
         return total_ED.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)]
 
 
 class TokenModel(MegatronModule):
-    """Embedding on the first stage, output rows on the last; both where there is one stage."""
+    """Embedding on the first stage, output rows on the last; both if there is one stage."""
 
     def __init__(self, config: TransformerConfig, seed: int, experts: int = 0) -> None:
-        """Make this rank's parameters: rows of the output are split over tensor-parallel ranks, experts over EP."""
+        """Make this rank's parameters. The rows of the output are split over tensor-parallel ranks, experts over EP."""
         super().__init__(config)
         generator = torch.Generator().manual_seed(seed)
         embedding = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
@@ -80,11 +80,11 @@ class TokenModel(MegatronModule):
         self.received: Tensor | None = None
 
     def set_input_tensor(self, tensor: list[Tensor] | Tensor | None) -> None:
-        """Take what the stage before sent."""
+        """Take what the previous stage sent."""
         self.received = tensor[0] if isinstance(tensor, list) else tensor
 
     def forward(self, inputs_T: Tensor) -> Tensor:
-        """[T] token ids -> hidden states [T, 1, D] or, on the last stage, logits [T, 1, V / TP]."""
+        """Map token ids [T] to hidden states [T, 1, D] or, on the last stage, to logits [T, 1, V / TP]."""
         hidden = self._embedded(inputs_T)[:, None] if self.pre_process else self.received
         assert hidden is not None
         if not self.post_process:

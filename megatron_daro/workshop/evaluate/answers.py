@@ -1,8 +1,8 @@
 """The answers of an evaluation on disk.
 
 Verified answers -> OUT/answers/part_N.parquet (rollout/group_columns.py says what a row holds; `source` is the set) ->
-what is still to be asked, scores, the comparison page. A part is written after a few seconds, later ones after more,
-so that a long evaluation has hundreds of parts and not thousands.
+what is still to be asked, scores, the comparison page. The first part is written after a few seconds and later parts at
+longer intervals, so that a long evaluation has hundreds of parts and not thousands.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Answer:
 
 
 class AnswerStore:
-    """Writer of the answers of one evaluation. `write` may run in any thread, the rest in that of the event loop."""
+    """Writes the answers of one evaluation. `write` may run in any thread, all else in that of the event loop."""
 
     def __init__(self, out: Path) -> None:
-        """Look at what is there, and remove what a crash left half written. Args: out: directory of the evaluation,
-        which no other process writes to."""
+        """Continue after the parts that exist, and remove files that a crash left half written. Args: out: directory of
+        the evaluation, which no other process writes to."""
         self._folder = out / FOLDER
         for torn in self._folder.glob("*.tmp"):
             torn.unlink()
@@ -62,19 +62,19 @@ class AnswerStore:
 
     @property
     def due(self) -> bool:
-        """Whether it is time to flush: at first every two seconds, later every hundredth of the time so far."""
+        """Whether it is time to flush: at first every two seconds, later at intervals of 1 % of the time so far."""
         now = time.monotonic()
         pause_s = max(_FIRST_FLUSH_S, (now - self._began) / _FLUSHES)
         return bool(self._waiting) and now - self._flushed >= pause_s
 
     def take(self) -> list[Answer]:
-        """Return what waits, and forget it: for `write`, which may run in another thread."""
+        """Remove and return the waiting answers, to be passed to `write`, which may run in another thread."""
         waiting, self._waiting = self._waiting, []
         self._flushed = time.monotonic()
         return waiting
 
     def write(self, answers: Sequence[Answer]) -> None:
-        """Write one part; on disk when this returns. Raises DataError where the disk refuses."""
+        """Write one part, which is on disk when this returns. Raises DataError if the disk refuses it."""
         if not answers:
             return
         of_group: dict[int, list[Answer]] = defaultdict(list)
@@ -92,7 +92,7 @@ class AnswerStore:
             self.written += len(answers)
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the waiting answers."""
         self.write(self.take())
 
 
@@ -102,15 +102,15 @@ def part_files(out: Path) -> list[Path]:
 
 
 def kept(out: Path) -> set[Key]:
-    """Return which answers are on disk. Raises DataError where a part cannot be read."""
+    """Return which answers are on disk. Raises DataError if a part cannot be read."""
     return {(row["group_id"], row["index"]) for row in rows(out, ("group_id", "index"))}
 
 
 def rows(out: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Return every answer once, in the order in which they came, as mappings of these columns.
+    """Yield every answer once, in the order in which they were written, as a mapping of these columns.
 
     Raises:
-        DataError: a part is torn or is no file of answers; names it.
+        DataError: a part is torn or is no file of answers; the message names it.
     """
     seen: set[Key] = set()
     wanted = list(dict.fromkeys((*columns, "group_id", "index")))

@@ -1,7 +1,7 @@
 """The loop of an evaluation: asks an engine for answers, has each verified, and keeps it.
 
-Works with any engine and scorer of rollout/protocol.py. Answers are verified and written while others are generated;
-no wait is without a limit, and an answer that an abort cut off is not kept.
+Works with any engine and scorer of rollout/protocol.py. Answers are verified and written while others are generated.
+Every wait has a limit, and an answer that an abort cut off is not kept.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from megatron_daro.workshop.evaluate.questions import Question
 
 _VERIFIED_TOGETHER = 256
 _WATCH_S = 1.0
-# For verdicts under way when an evaluation ends early: what a model has answered is not asked for twice.
+# Limit for verdicts in flight when an evaluation ends early, so that answers already generated are not requested again.
 _DRAIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an evaluation drives. window: requests under way at once; None: all of them in
-    one call, for an engine that puts its own batches together. told: called after each kept answer. patience_s: most
-    time without any answer."""
+    """What an evaluation drives. window: requests in flight at once; None: all of them in one call, for an engine that
+    forms its own batches. told: called after each kept answer. patience_s: longest time without any answer."""
 
     engine: Engine
     scorer: Scorer
@@ -40,10 +39,10 @@ class Parts:
 
 
 async def ask(parts: Parts, requests: Sequence[GroupRequest], questions: Sequence[Question]) -> None:
-    """Ask for every request; what came is kept when this ends, however it ends.
+    """Ask for every request. However this ends, the answers that came are kept.
 
     Raises:
-        DeadlineError: no answer came for `patience_s`. Whatever engine, scorer and disk raise, the first of them.
+        DeadlineError: no answer came for `patience_s`. The first error of engine, scorer or disk.
     """
     answers = _AnswerRecorder(parts, {question.group_id: question for question in questions})
     try:
@@ -65,7 +64,7 @@ async def ask(parts: Parts, requests: Sequence[GroupRequest], questions: Sequenc
 
 
 class _AnswerRecorder:
-    """Has rollouts verified, and keeps the answers that are whole."""
+    """Has rollouts verified, and keeps the answers that were not aborted."""
 
     def __init__(self, parts: Parts, questions: dict[int, Question]) -> None:
         self._parts, self._questions = parts, questions
@@ -75,27 +74,27 @@ class _AnswerRecorder:
         self._verifying: set[asyncio.Task[None]] = set()
 
     async def stream(self, requests: Sequence[GroupRequest]) -> None:
-        """All requests in one call."""
+        """Make all requests in one call."""
         async with asyncio.TaskGroup() as verifying:
             async for rollouts in self._parts.engine.generate(requests):
                 await self._room.acquire()
                 verifying.create_task(self._release_after(self._begin(self._take(rollouts))))
 
     async def work(self, left: Iterator[GroupRequest]) -> None:
-        """One request after the other."""
+        """Make one request after the other."""
         for request in left:
             async for rollouts in self._parts.engine.generate([request]):
                 await asyncio.shield(self._begin(self._take(rollouts)))
 
     async def drain(self) -> None:
-        """Finish what came before the end, within some seconds."""
+        """Wait some seconds for answers that are being verified or written, and cancel those that take longer."""
         if self._verifying:
             await asyncio.wait(self._verifying, timeout=_DRAIN_S)
         for task in self._verifying:
             task.cancel()
 
     async def watch(self) -> None:
-        """Write what waits from time to time; end everything where nothing comes any more."""
+        """Write waiting answers from time to time. Raises DeadlineError if no answer came for `patience_s`."""
         while True:
             await asyncio.sleep(_WATCH_S)
             await self._write_if_due()
@@ -107,14 +106,14 @@ class _AnswerRecorder:
                 )
 
     def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Begin work that goes on to its end, also where the one who waits for it (shielded) is cancelled."""
+        """Start work that continues to its end even if the task that (shielded) waits for it is cancelled."""
         task = asyncio.create_task(work)
         self._verifying.add(task)
         task.add_done_callback(self._verifying.discard)
         return task
 
     async def _take(self, rollouts: Sequence[Rollout]) -> None:
-        """Verify and keep what is whole."""
+        """Verify and keep the rollouts that were not aborted."""
         self._last = time.monotonic()
         whole = [one for one in rollouts if one.finish_reason != "abort"]
         questions = [self._questions[one.group_id] for one in whole]

@@ -1,8 +1,8 @@
 """Two evaluations of the same problems: the difference of each problem, its mean, an interval, a test, and a page.
 
 Everything is paired by problem, since problems differ far more than models do. The page shows where B won and lost
-against A with the answers side by side; it is one file without network, and all text of models, problems and paths is
-escaped. Rejects directories that share no problem, and evaluations that did not end.
+against A, with the answers side by side; it is one file that needs no network, and all text of models, problems and
+paths is escaped. Rejects directories that share no problem, and unfinished evaluations.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def compare(a: Path, b: Path, *, seed: int = 0) -> Comparison:
         a, b: directories that `megatron-daro eval` wrote. seed: of bootstrap and flips.
 
     Raises:
-        DataError: one is no evaluation or did not end, or they have no problem in common.
+        DataError: one is no evaluation or is unfinished, or they have no problem in common.
     """
     summaries, rows = [identity.read(one) for one in (a, b)], [_problems(one) for one in (a, b)]
     common = rows[0].keys() & rows[1].keys()
@@ -113,11 +113,11 @@ def compare(a: Path, b: Path, *, seed: int = 0) -> Comparison:
 
 
 def sign_flip_p(differences: Sequence[np.ndarray], *, seed: int) -> float:
-    """Return the two-sided p of the mean difference being zero: under that, each problem's difference could as well
-    have the other sign.
+    """Return the two-sided p of the hypothesis that the mean difference is zero, under which each problem's difference
+    is equally likely to have the other sign.
 
-    With up to 12 differences that are not zero all flips are counted, else 10,000 seeded ones, with 1 added to both
-    counts so that p is never 0 (Phipson and Smyth, 2010).
+    With up to 12 nonzero differences all flips are counted; with more, 10,000 seeded ones, with 1 added to both counts
+    so that p is never 0 (Phipson and Smyth, 2010).
 
     Args:
         differences: of each set, float64 [P]; the statistic is the mean of the sets' means.
@@ -127,7 +127,7 @@ def sign_flip_p(differences: Sequence[np.ndarray], *, seed: int) -> float:
     observed, count = abs(scaled.sum()), len(scaled)
     if not count:
         return 1.0
-    margin = observed * (1 - 1e-12)  # sums that are equal but for rounding count as equal
+    margin = observed * (1 - 1e-12)  # sums that differ only by rounding count as equal
     if count <= _EXACT:
         signs = 1 - 2 * (np.arange(2**count)[:, None] >> np.arange(count) & 1)
         return float((np.abs(signs @ scaled) >= margin).mean())
@@ -180,7 +180,7 @@ def _problems(out: Path) -> dict[tuple[str, str], Mapping[str, Any]]:
 
 
 def _other_ways(a: Mapping[str, Any], b: Mapping[str, Any], sets: Sequence[str]) -> list[str]:
-    """Return what, beside the weights, is not the same: the difference may come from there."""
+    """Return what differs between the evaluations besides the weights, and may therefore explain their difference."""
     differences = [f"{key}: A {a.get(key)}, B {b.get(key)}" for key in _COMPARED if a.get(key) != b.get(key)]
     for name in sets:
         was, is_ = a["sets"][name], b["sets"][name]
@@ -189,7 +189,7 @@ def _other_ways(a: Mapping[str, Any], b: Mapping[str, Any], sets: Sequence[str])
 
 
 MOST_SHOWN = 40
-"""Won and lost problems of each set on the page, the largest differences first."""
+"""The most won, and the most lost, problems of a set on the page, the largest differences first."""
 _COLUMNS = ("source", "prompt_id", "text", "correct", "reason", "length", "finish_reason")
 _STATEMENT, _ANSWER = 3000, 6000
 _BINS = 20
@@ -240,7 +240,7 @@ def _chosen(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _answers_of(out: Path, wanted: set[_Key]) -> dict[_Key, dict[bool, Mapping[str, Any]]]:
-    """Return a right and a wrong answer of each wanted problem, as far as there are some."""
+    """Return a right and a wrong answer of each wanted problem, where there are such answers."""
     found: dict[_Key, dict[bool, Mapping[str, Any]]] = defaultdict(dict)
     for row in answers.rows(out, _COLUMNS):
         key = (row["source"], row["prompt_id"])
@@ -291,7 +291,7 @@ def _plots(pairs: Sequence[Pair]) -> list[Plot]:
 
 
 def _bins(pairs: Sequence[Pair]) -> dict[str, float]:
-    """Return bins around whole steps of the difference, so that none holds more possible values than another."""
+    """Return histogram bins placed so that all hold equally many of the possible differences."""
     step = 1 / lcm(*(row["samples"] for pair in pairs for row in (pair.a, pair.b)))
     width = step * max(1, round(2 / _BINS / step))
     return {"start": -1 - width / 2, "end": 1 + width, "size": width}
@@ -340,7 +340,7 @@ def _set_values(
 
 def _problem_values(name: str, pair: Pair, shown: Sequence[Mapping[_Key, Mapping[bool, Any]]]) -> dict[str, Any]:
     key = (name, pair.a["problem"])
-    # Of the better one a right answer, of the other a wrong one, where they have such.
+    # A right answer of the better side and a wrong one of the other, where there are such answers.
     wanted = (pair.difference < 0, pair.difference > 0)
     return {
         "rates": " → ".join(f"{row['correct']}/{row['samples']}" for row in (pair.a, pair.b)),

@@ -1,7 +1,7 @@
 """What an evaluation is made of: OUT/evaluation.json (weights, files, verifier, how it asks).
 
-Only the same evaluation goes on in a directory: what would mix answers of two models, two ways of asking or two
-verifiers is rejected by name. More samples or other sets may be asked for later.
+Only the same evaluation may continue in a directory: every difference that would mix answers of two models, two ways of
+asking or two verifiers is rejected and named. More samples or other sets may be asked for later.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _FREE_OF_SET = ("samples",)
 
 
 def check_or_write(out: Path, made_of: Mapping[str, Any]) -> None:
-    """Compare with what the directory holds, and write what it will hold.
+    """Check that this evaluation may continue in the directory, and write there what it is made of.
 
     Args:
         out: directory of the evaluation. made_of: plain values; "sets" by name, "notes" are not compared.
 
     Raises:
-        DataError: it holds answers of another evaluation; names each difference.
+        DataError: it holds answers of another evaluation; the message names each difference.
     """
     path = out / FILE
     saved = read(out) if path.is_file() else {}
@@ -43,14 +43,14 @@ def check_or_write(out: Path, made_of: Mapping[str, Any]) -> None:
 
 
 def template_date(out: Path, named: datetime.date | None) -> datetime.date:
-    """Return the day that chat templates take for today: the one that is named, else that of the evaluation which goes
-    on in this directory, else today's. Prompts with another date would be others."""
+    """Return the day that chat templates use as today: `named`, else the one recorded by the evaluation that continues
+    in this directory, else today's. Another date would change the prompts."""
     saved = read(out).get("template_date") if (out / FILE).is_file() else None
     return named or (datetime.date.fromisoformat(saved) if saved else datetime.date.today())
 
 
 def read(out: Path) -> dict[str, Any]:
-    """Return what an evaluation is made of. Raises DataError where the directory holds none."""
+    """Return what an evaluation is made of. Raises DataError if the directory holds none."""
     path = out / FILE
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ _AT_ONCE = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over problems with its interval, both in [0, 1] for scores."""
+    """A mean over problems with its interval; in [0, 1] for scores."""
 
     mean: float
     low: float
@@ -29,7 +29,7 @@ def bootstrap_means(values_P: np.ndarray, *, seed: int, name: str, resamples: in
     """Return the means of resampled problems, float64 [B]: the same for the same seed, name and values.
 
     Args:
-        values_P: one number a problem. name: of the set, so that sets are resampled independently.
+        values_P: one number per problem. name: of the set, so that sets are resampled independently.
     """
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     size, means = len(values_P), []
@@ -54,7 +54,7 @@ def estimate(values_P: Sequence[float], *, seed: int, name: str) -> Estimate:
 
 
 def estimate_of_sets(values_of_sets: dict[str, Sequence[float]], *, seed: int) -> Estimate:
-    """Return the mean of the sets' means, each set counting the same, resampled within each set."""
+    """Return the mean of the sets' means with its 95 % interval; all sets count the same, each resampled by itself."""
     arrays = {name: np.asarray(values, dtype=np.float64) for name, values in values_of_sets.items()}
     means_B = np.mean([bootstrap_means(array, seed=seed, name=name) for name, array in arrays.items()], axis=0)
     return Estimate(float(np.mean([array.mean() for array in arrays.values()])), *interval(means_B))

@@ -1,7 +1,7 @@
-"""One measurement from its configuration to its scores: engine and verifiers are started, asked and ended.
+"""One measurement from its configuration to its scores: starts engine and verifiers, asks them, and shuts them down.
 
 This is a composition root beside runtime/launch.py, without a policy: engines keep the weights they started with.
-Nothing is started where every answer is kept already.
+No engine is started if every answer is already on disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime import parts, provenance
 from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.context import RunContext
-from megatron_daro.runtime.embedded_group import EngineGroup
+from megatron_daro.runtime.embedded_engines import EmbeddedEngines
 from megatron_daro.runtime.inputs import answer_stops, held_out_sets
 from megatron_daro.runtime.node_pools import VerifierPools
 from megatron_daro.runtime.placement import Placement
@@ -64,15 +64,16 @@ def configuration(
     """Return the configuration of a measurement, validated as that of a run.
 
     Args:
-        model: who answers. sets: what is asked. out: where answers go.
+        model: the model that answers. sets: what is asked. out: where answers go.
         base: values of a configuration file, or a few of them; the rest has defaults that suit a measurement.
-        overrides: texts `a.b=c`; they replace those of base, not what is measured. source: for messages.
+        overrides: texts `a.b=c`, which replace values of `base` but not model, sets, out or servers. source: for
+            messages.
 
     Raises:
         ConfigError: lists every wrong field.
     """
     kind = "sglang" if model.urls or detect().kind == "gpu" else "embedded"
-    # A measurement trains on nothing; the section wants a file.
+    # A measurement trains on nothing, but the section requires a file.
     data = {"train": [str(one.path) for one in sets], "max_prompt_tokens": LONGEST_PROMPT}
     tree: dict[str, Any] = {"model": {"path": str(model.path)}, "engine": {"kind": kind}, "data": data} | dict(base)
     tree["actor"] = {**tree.get("actor", {}), "precision": model.dtype}
@@ -81,7 +82,7 @@ def configuration(
         "data.eval": [one.model_dump(mode="json") for one in sets],
         "trainer.run_dir": str(out),
         "engine.sglang.urls": list(model.urls),
-        # Nobody sends weights to these servers, so nothing is to share GPU memory with them.
+        # No weights are sent to these servers, so no sender has to share GPU memory with them.
         "engine.sglang.sync": "distributed",
     }
     measured |= {"engine.kind": "sglang"} if model.urls else {}
@@ -100,7 +101,7 @@ def configuration(
 
 
 UNDER_WAY = 256
-"""Answers that each server is asked for at once; it batches as many of them as its cache holds."""
+"""Requests in flight for each server, which batches as many of them as its cache holds."""
 _SAY_S = 30.0
 _TRIES = 2
 
@@ -108,7 +109,7 @@ _TRIES = 2
 @dataclass(frozen=True, slots=True)
 class Plan:
     """An evaluation. config: engine, verifier, sets (data.eval), tokenizer (model.path) and directory
-    (trainer.run_dir). weights: says which weights answer, as plain values. ks: of pass@k and maj@k."""
+    (trainer.run_dir). weights: plain values that identify the weights that answer. ks: of pass@k and maj@k."""
 
     config: Config
     weights: Mapping[str, Any]
@@ -121,11 +122,11 @@ class Plan:
 
 
 def measure(plan: Plan, notices: Notices) -> Mapping[str, Any]:
-    """Ask for what is missing, score everything, and return the summary, which also lies in OUT.
+    """Ask for what is missing, score everything, and return the summary, which is also written to OUT.
 
     Raises:
-        DaroError: a set, a tokenizer or a directory that cannot be used; an engine that failed. What was answered
-        until then is kept, and the message says how to go on.
+        DaroError: a set, a tokenizer or a directory cannot be used, or the engine failed. Answers so far are kept, and
+            the message says how to continue.
     """
     config, out = plan.config, plan.out
     check_names(config.data.eval)
@@ -198,7 +199,7 @@ def _kept_text(out: Path, questions: Sequence[Question], wanted: int) -> str:
 
 
 async def _run(plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], notices: Notices) -> None:
-    """Start engine and verifiers, ask, and end both whatever happened."""
+    """Start engine and verifiers, ask, and shut both down whatever happens."""
     run = RunContext.of(plan.config, _AsProgress(notices), Phases())
     placement = Placement.of_engines(engines_of(plan.config), run.deadlines)
     engine = parts.rollout_engine(run, tokenizer, placement)
@@ -206,7 +207,7 @@ async def _run(plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequen
     try:
         await parts.start_engine(run, placement, engine, scorer)
         window = None
-        if isinstance(engine, SGLangEngine | EngineGroup):
+        if isinstance(engine, SGLangEngine | EmbeddedEngines):
             engine.serve_as_loaded()
         if isinstance(engine, SGLangEngine):
             window = UNDER_WAY * len(engine.fleet.servers)
@@ -228,13 +229,13 @@ async def _run(plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequen
 
 
 class _AsProgress:
-    """Has the stages of a start told as notices."""
+    """Reports the stages of a start as notices."""
 
     def __init__(self, notices: Notices) -> None:
         self.notice, self.warn = notices.notice, notices.warn
 
     def stage(self, name: str, text: str = "") -> None:
-        """Tell what the start waits for."""
+        """Report what the start waits for."""
         if text:
             self.notice(text)
 
@@ -243,7 +244,7 @@ class _AsProgress:
 
 
 class _Told:
-    """Says every half minute how far it is."""
+    """Reports progress every half minute, and when all answers are there."""
 
     def __init__(self, wanted: int, say: Callable[[str], None]) -> None:
         self._wanted, self._say = wanted, say

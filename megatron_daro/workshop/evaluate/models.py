@@ -1,6 +1,7 @@
-"""The model that is measured: a Hugging Face directory, a checkpoint made into one, or servers that run.
+"""The model that is measured: a Hugging Face directory, a checkpoint converted to one, or running servers.
 
-Rejects torn checkpoints, directories without a model, and servers that serve different models or do not say which.
+Rejects torn checkpoints, directories without a model, servers that serve different models, and servers whose model's
+files are not on this machine.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _CALL_S = 30.0
 _MOST_PROCESSES = 4
 _SHARD_BYTES = 5 * 10**9
 CONVERTED, _NOTE = "model", "model_of.json"
-"""In the directory of an evaluation: the Hugging Face form of the checkpoint, and of which it is."""
+"""In the directory of an evaluation: the checkpoint in Hugging Face form, and a note that says which checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredModel:
-    """path: of config.json, tokenizer, and (but with urls) the weights. weights: what tells these weights from others.
-    urls: servers that have them."""
+    """path: folder of config.json, tokenizer and, unless `urls` are given, the weights. weights: values that identify
+    the weights. urls: servers that have them."""
 
     path: Path
     weights: Mapping[str, Any]
@@ -40,13 +41,13 @@ class MeasuredModel:
 
     @property
     def dtype(self) -> Literal["fp32", "bf16"]:
-        """In which the weights are kept: what is not float32 is computed in bfloat16."""
+        """Type in which the model computes: fp32 if config.json says float32, else bf16."""
         config = read_json(self.path / "config.json")
         return "fp32" if (config.get("dtype") or config.get("torch_dtype")) == "float32" else "bf16"
 
 
 def of_directory(path: Path) -> MeasuredModel:
-    """Return the model of a Hugging Face directory. Raises ModelError where it is none."""
+    """Return the model of a Hugging Face directory. Raises ModelError if it holds none."""
     if not (path / "config.json").is_file():
         raise ModelError(
             f"--hf: {path} has no config.json; give a Hugging Face directory (megatron-daro convert writes one)"
@@ -58,10 +59,10 @@ def of_directory(path: Path) -> MeasuredModel:
 
 
 def of_checkpoint(checkpoint: Path, config: Path, out: Path, notices: Notices) -> MeasuredModel:
-    """Return the model of a Megatron checkpoint, written as a Hugging Face directory to OUT/model unless it is there.
+    """Convert a Megatron checkpoint to a Hugging Face directory OUT/model, unless it is there already, and return it.
 
     Args:
-        checkpoint: of a run (RUN/checkpoints/step_N), or of `megatron-daro convert`, or torch_dist of Megatron-LM.
+        checkpoint: of a run (RUN/checkpoints/step_N), of `megatron-daro convert`, or Megatron-LM's torch_dist.
         config: folder of its model's config.json and tokenizer. out: directory of the evaluation.
 
     Raises:
@@ -90,7 +91,8 @@ def of_checkpoint(checkpoint: Path, config: Path, out: Path, notices: Notices) -
 
 
 def _read_note(note: Path) -> object:
-    """Return which checkpoint was converted; None where nothing readable says it: then it is converted again."""
+    """Return what identifies the converted checkpoint; None, which leads to another conversion, if the note is missing
+    or unreadable."""
     try:
         return json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -98,7 +100,7 @@ def _read_note(note: Path) -> object:
 
 
 def _check_tokenizer(checkpoint: Path, config: Path) -> None:
-    """Refuse a folder whose tokenizer is not the one that the checkpoint's run had. Raises ModelError; CheckpointError:
+    """Check that the folder has the tokenizer of the checkpoint's run. Raises ModelError if not, and CheckpointError if
     another version of the package wrote the checkpoint."""
     check_format(checkpoint, read_state(checkpoint))
     saved = read_provenance(checkpoint)
@@ -117,7 +119,7 @@ def of_servers(urls: Sequence[str], path: Path | None) -> MeasuredModel:
     """Return the model that servers have.
 
     Args:
-        urls: of SGLang servers that run. path: of its config.json and tokenizer; None: where the servers say.
+        urls: of running SGLang servers. path: of its config.json and tokenizer; None: the path that the servers report.
 
     Raises:
         EngineError: a server does not answer. ConfigError: they serve different models, or the model's files are not

@@ -1,8 +1,8 @@
 """The questions of an evaluation: each problem of each set, and one request for each answer that is not there yet.
 
-Sets with their prompts -> Question -> GroupRequests. A question's id belongs to the problem and not to the run, and
-the randomness of an answer follows from (seed, set, problem, sample) only, so an evaluation that goes on after a kill
-asks exactly what an unbroken one asks.
+Sets with their prompts -> Question -> GroupRequests. A question's id depends on the set and the problem, not on the
+run, so an evaluation that continues after a kill makes the same requests as an uninterrupted one. An engine that draws
+from seeds also gives the same answers, since a seed follows from (seed, set, problem, sample) only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_daro.workshop.evaluate.answers import Key
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One problem of one set. prompt: its id is that of the problem, its source the name of the set."""
+    """One problem of one set. prompt: its id identifies the problem, its source is the name of the set."""
 
     held_out: HeldOut
     group_id: int
@@ -29,7 +29,7 @@ class Question:
 
     @property
     def samples(self) -> int:
-        """Answers that are wanted."""
+        """How many answers are wanted."""
         return self.held_out.section.rollouts_per_prompt
 
     @property
@@ -42,7 +42,8 @@ def questions_of(sets: Sequence[HeldOut], *, max_new_tokens: int, stops: Stops) 
     """Return every problem of every set, in order.
 
     Args:
-        sets: with names that differ. max_new_tokens: longest answer. stops: what ends one, beside its template's.
+        sets: with distinct names. max_new_tokens: longest answer. stops: what ends an answer, besides the stops of its
+            template.
     """
     questions = []
     for held_out in sets:
@@ -76,12 +77,12 @@ def requests(questions: Sequence[Question], kept: Collection[Key]) -> list[Group
 
 
 def _problem_id(prompt: Prompt) -> str:
-    """Return 16 hex digits of the statement and the golds, wherever the file lies and whatever it is called."""
+    """Return 16 hex digits of a hash of the statement and the golds, which do not depend on the file's path."""
     text = "\0".join((" ".join(prompt.statement.split()), *prompt.answers))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _group_id(set_name: str, problem: str) -> int:
-    """Return a negative number of 62 bits: training counts its groups from 0."""
+    """Return a negative number of at most 62 bits, so that no group of training has it: those count from 0."""
     digest = hashlib.sha256(f"{set_name}\0{problem}".encode()).digest()
     return -1 - (int.from_bytes(digest[:8], "big") >> 2)

@@ -1,7 +1,7 @@
 """From kept answers to scores: one row per problem (problems.parquet) and one summary per set (summary.json).
 
-Scores are avg@k, pass@k and maj@k with intervals; beside them how answers end, how long they are, and how many
-reflect. Rejects an evaluation of which answers are missing, and k larger than the samples.
+Scores are avg@k, pass@k and maj@k with intervals; with them come how answers end, how long they are, and how many
+reflect. Rejects an evaluation with missing answers, and a k larger than the number of samples.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _RATES = (
 
 @dataclass(frozen=True, slots=True)
 class ProblemScore:
-    """What one problem gave. set, problem: its names; majority: the most frequent answer, empty where none voted.
-    Lengths are tokens, means over samples, None where there is no such sample. From reflecting on: how many answers
-    have a word of self-reflection (and are right), have code, ran on behind their answer, stopped without one."""
+    """Scores of one problem. set, problem: its names. majority: the most frequent answer, empty if no sample voted.
+    Lengths are tokens, means over samples, None if there is no such sample. From `reflecting` on: how many answers
+    have a word of self-reflection (and are right), have code, ran on after their answer, stopped without one."""
 
     set: str
     problem: str
@@ -83,7 +83,7 @@ class Scored:
 
 
 def check_k(sets: Sequence[EvalSet], ks: Sequence[int]) -> None:
-    """Refuse k that some set has fewer samples than. Raises DataError."""
+    """Check that every set has at least k samples of a problem. Raises DataError."""
     for one in sets:
         wrong = [k for k in ks if not 1 <= k <= one.rollouts_per_prompt]
         if wrong:
@@ -99,8 +99,8 @@ async def score_problems(
     """Return every problem's numbers, in order.
 
     Args:
-        out: directory of the evaluation. questions: all of it. reward: the verifier. scorer: asked whether two wrong
-            answers are the same.
+        out: directory of the evaluation. questions: all of the evaluation. reward: the verifier. scorer: asked whether
+            two wrong answers are the same.
 
     Raises:
         DataError: answers are missing, or a part cannot be read.
@@ -127,7 +127,8 @@ async def score_problems(
 
 
 def summarise(scored: Sequence[Scored], sets: Sequence[HeldOut], ks: Sequence[int], *, seed: int) -> dict[str, Any]:
-    """Return the summary: for each set, and for the mean of the sets, every metric with its interval.
+    """Return the summary: every metric with its interval, for each set and for the mean of the sets; if sets have
+    different templates, for the mean of each template's sets instead.
 
     Args:
         scored: of all problems. ks: of pass@k and maj@k. seed: of bootstrap and vote draws.
@@ -153,7 +154,7 @@ def summarise(scored: Sequence[Scored], sets: Sequence[HeldOut], ks: Sequence[in
     by_template: dict[str, list[str]] = defaultdict(list)
     for held_out in sets:
         by_template[held_out.section.template].append(held_out.section.name)
-    if len(by_template) > 1:  # a mean over templates would be that of no model as anybody uses it
+    if len(by_template) > 1:  # nobody uses a model with several templates, so no mean over them
         summary["templates"] = {
             template: _of_template([summary["sets"][name] for name in names])
             | {"metrics": _means({name: values[name] for name in names}, seed)}
@@ -165,7 +166,7 @@ def summarise(scored: Sequence[Scored], sets: Sequence[HeldOut], ks: Sequence[in
 
 
 def _means(values: Mapping[str, dict[str, list[float]]], seed: int) -> dict[str, dict[str, float]]:
-    """Return, for each metric that all sets have, the mean of the sets, each counting the same."""
+    """Return, for each metric that all sets have, the mean of the sets, where every set counts the same."""
     common = [metric for metric in next(iter(values.values())) if all(metric in one for one in values.values())]
     return {
         metric: _plain(estimate_of_sets({name: one[metric] for name, one in values.items()}, seed=seed))
@@ -182,8 +183,8 @@ def _of_template(sets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def behaviour(rows: Sequence[ProblemScore]) -> dict[str, float | None]:
-    """Return how the answers of a set end, as shares of them, and how many reflect, with the accuracy of these and of
-    the others (None where there are none)."""
+    """Return shares of a set's answers: how they end, how many have code or reflect; and the accuracy of those that
+    reflect and of the others (None if there are none)."""
     total = sum(row.samples for row in rows)
     shown = Reflection(
         sum(row.reflecting for row in rows),
@@ -268,7 +269,7 @@ def _scored(question: Question, rows: Sequence[Mapping[str, Any]], votes: Votes)
 
 
 def _values(scored: Sequence[Scored], ks: Sequence[int], seed: int) -> dict[str, list[float]]:
-    """Return metric -> one number a problem."""
+    """Return metric -> one number per problem."""
     samples = scored[0].score.samples
     values = {f"avg@{samples}": [one.score.rate for one in scored]}
     for k in ks:
@@ -297,5 +298,5 @@ def _plain(one: Estimate) -> dict[str, float]:
 def _column(values: list[Any]) -> pa.Array:
     try:
         return pa.array(values)
-    except UnicodeEncodeError:  # half a character, which no file takes
+    except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot encode
         return pa.array([str(value).encode("utf-8", "replace").decode() for value in values])

@@ -1,7 +1,7 @@
-"""Which sets of problems are asked: suites of published ones, and files of the user's own.
+"""Which sets of problems are asked: suites of published sets, and files of the user's own.
 
-`--suite math6 --suite-dir DIR` names files that tools/fetch_eval_suite.py wrote; how many rows each must have stands
-here. `--set name=path` names one file.
+`--suite math6 --suite-dir DIR` names files that tools/fetch_eval_suite.py wrote; SUITES says how many rows each must
+have. `--set name=path` names one file.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatron_daro.config.sections import EvalSet
 from megatron_daro.errors import ConfigError
 
 TEMPERATURE, TOP_P = 0.6, 0.95
-"""How suites are sampled unless said otherwise: as DeepSeek-R1 reports (arXiv 2501.12948, section 3)."""
+"""How sets are sampled by default: as DeepSeek-R1 reports (arXiv 2501.12948, section 3)."""
 _KINDS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".jsonl.zst")
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One set of a suite. stem: with what its file's name begins. rows: that it has."""
+    """One set of a suite. stem: how its file's name begins. rows: how many it must have."""
 
     name: str
     stem: str
@@ -49,7 +49,7 @@ def suite_sets(suite: str, folder: Path) -> list[EvalSet]:
         suite: a name of SUITES. folder: where tools/fetch_eval_suite.py wrote its files.
 
     Raises:
-        ConfigError: no such suite, or a file is missing or there twice.
+        ConfigError: no such suite, or a file is missing, or several files match.
     """
     if suite not in SUITES:
         near = did_you_mean(nearest_paths(suite, tuple(SUITES)), "write one of these names")

@@ -9,8 +9,8 @@ from megatron_daro.observe.table import table_text
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
-    """Return tables: metrics with intervals by set, how its answers end and reflect, accuracy and length by
-    difficulty; with several templates, these beside each other."""
+    """Return tables: metrics with intervals by set, how answers end and reflect, accuracy and length by difficulty;
+    with several templates also one that compares them."""
     sets: Mapping[str, Any] = summary["sets"]
     names = list(dict.fromkeys(metric for one in sets.values() for metric in one["metrics"]))
     rows = []
@@ -43,7 +43,7 @@ def _behaviour_text(sets: Mapping[str, Any]) -> str:
 
 
 def _templates_text(templates: Mapping[str, Any]) -> str:
-    """Return one row for each template: the mean of its sets, each counting once."""
+    """Return a table with one row for each template: the mean of its sets, each counting once."""
     names = list(dict.fromkeys(metric for one in templates.values() for metric in one["metrics"]))
     shares = ("answered", "reflecting")
     rows = [

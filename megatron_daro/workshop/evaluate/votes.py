@@ -1,8 +1,8 @@
 """Majority votes: which of a problem's answers are the same, and how often the most frequent one is right (maj@k).
 
-Correct answers are one class, since each was verified against a gold; others are equal where their normal form is, or
-where the verifier accepts one with the other as gold (`\\frac12` and `0.5`), which is asked for the most frequent forms
-only. Shape letters: n samples of a problem, D draws, C classes.
+Correct answers are one class, since each was verified against a gold. Other answers are the same if their normal forms
+are equal, or if the verifier accepts one with the other as gold (`\\frac12` and `0.5`); it is asked only about the most
+frequent forms. Shape letters: n samples of a problem, D draws, C classes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megatron_daro.rollout.protocol import Scorer
 
 DRAWS = 400
 MOST_COMPARED = 32
-"""Different wrong answers of a problem that are compared with each other; rarer ones count as different."""
+"""The most wrong answers of a problem that are compared with each other; rarer ones count as different."""
 _BOXED = "math"
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What of an answer decides its vote. answer: its normal form, None where it has none."""
+    """What decides an answer's vote. answer: its normal form; None if it has none."""
 
     answer: str | None
     correct: bool
@@ -33,8 +33,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """classes: of each sample, -1 without an answer. right: the class of right ones, None where there is none. answers:
-    the form of each class."""
+    """classes: of each sample; -1 without an answer. right: the class of right answers; None if there are none.
+    answers: the form of each class."""
 
     classes: tuple[int, ...]
     right: int | None
@@ -45,8 +45,8 @@ async def votes_of(problems: Sequence[Sequence[Sample]], scorer: Scorer, *, veri
     """Return the votes of each problem.
 
     Args:
-        problems: the samples of each. scorer: says whether two wrong answers are the same. verifier: its name; only
-            `math` knows more than the normal form.
+        problems: the samples of each. scorer: says whether two wrong answers are the same. verifier: its name; except
+            for `math`, only normal forms are compared.
     """
     asked = [_pairs(samples) if verifier == _BOXED else [] for samples in problems]
     flat = [(f"\\boxed{{{b}}}", a, "") for pairs in asked for a, b in pairs]
@@ -88,13 +88,13 @@ def _votes(samples: Sequence[Sample], same: Sequence[tuple[str, str]]) -> Votes:
 def majority_at_k(votes: Sequence[int], right: int | None, k: int, *, seed: int, draws: int = DRAWS) -> float:
     """Return the probability that the most frequent answer among k of the samples is the right one.
 
-    With all samples it is exact; for fewer, the mean over `draws` random subsets (seeded). Answers that tie share the
-    vote: a right one among t tied ones counts 1 / t, the expectation of breaking the tie by lot. Samples without an
-    answer have no vote; where nobody votes it is 0.
+    For k = n the result is exact; for a smaller k it is the mean over `draws` random subsets (seeded). Answers that tie
+    share the vote: a right one among t tied ones counts 1 / t, the expectation of breaking the tie by lot. Samples
+    without an answer have no vote; if no sample votes the result is 0.
 
     Args:
-        votes: the class of each sample's answer, -1 where there is none.
-        right: the class of the right answers; None where no sample is right.
+        votes: the class of each sample's answer; -1 if there is none.
+        right: the class of the right answers; None if no sample is right.
         k: how many vote.
 
     Raises:

@@ -1,7 +1,7 @@
 """What a GPU has: memory, arithmetic and links, from the vendors' data sheets, or from a file of the user's own.
 
-`--gpu NAME` or `--gpu FILE.yaml` -> Gpu -> memory and times of the plan. Refuses unknown names
-(nearest ones given) and files with wrong fields.
+`--gpu NAME` or `--gpu FILE.yaml` -> Gpu -> memory and times of the plan. Refuses unknown names (and suggests the
+nearest ones) and files with wrong fields.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Gpu(Section):
     bf16_tflops: Positive
     """Peak bf16 matrix products, 10^12 floating-point operations a second, without sparsity."""
     fp8_tflops: Annotated[float, Field(ge=0)] = 0.0
-    """The same in fp8; 0: it has none."""
+    """The same in fp8; 0: no fp8."""
     memory_gb_s: Positive
     """Peak bandwidth of its memory."""
     link_gb_s: Positive
-    """To the other GPUs of the node."""
+    """Bandwidth to the other GPUs of the node."""
     network_gb_s: Positive = 50.0
-    """To GPUs of other nodes: its share of the network cards."""
+    """Bandwidth to GPUs of other nodes: its share of the network cards."""
     gpus_per_node: Annotated[int, Field(ge=1)] = 8
-    """GPUs of a machine: a tensor-parallel group and a server lie within one."""
+    """GPUs of a node; a tensor-parallel group of the trainer lies within one."""
     linked_gpus: Annotated[int, Field(ge=0)] = 0
-    """GPUs that the fast links join, where they reach over several machines (a rack of 72); 0: those of a machine."""
+    """GPUs that the fast links join, if these links span several nodes (a rack of 72); 0: the GPUs of one node."""
     sustained: Positive = 1.0
-    """Arithmetic that it keeps up, against what its generation does of the same peak: by its power limit."""
+    """Sustained share of the peak relative to other GPUs of its generation; a higher power limit makes it larger."""
     source: str = "own numbers"
     """Where the numbers are from."""
 
@@ -53,7 +53,7 @@ class Gpu(Section):
 
     @property
     def linked(self) -> int:
-        """GPUs that the fast links join."""
+        """GPUs that the fast links join, at least those of one node."""
         return max(self.linked_gpus, self.gpus_per_node)
 
 

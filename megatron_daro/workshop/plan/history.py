@@ -1,8 +1,8 @@
 """What a recorded run teaches the planner: lengths of its answers, and how far off the assumed constants were.
 
-RUN/config.yaml, RUN/metrics.jsonl, RUN/rollouts -> History -> Workload and Constants of the
-search. The model of times stays; what is fitted is one factor for each phase (training, generation, sync) and one time
-that nothing hides (everything else), as medians over the steps.
+RUN/config.yaml, RUN/metrics.jsonl, RUN/rollouts -> History -> Workload and Constants of the search. The formulas of
+times.py stay as they are. Fitted to the medians over the steps are one factor for each phase (training, generation,
+sync), and the seconds of everything else, which nothing hides.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron_daro.workshop.plan.times import Constants, TrainTimes, generation_
 from megatron_daro.workshop.plan.workload import Workload, recorded_quantiles, workload_of
 
 WARM_UP_STEPS = 1
-"""Steps at the start that are left out: what they do first is no example of later ones."""
+"""Steps at the start that are left out: what happens once at a start makes them untypical."""
 MOST_FILES = 50
-"""Rollout files whose lengths are read, evenly over the run."""
+"""About how many rollout files are read for lengths, spread evenly over the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class History:
 
     @property
     def unhidden(self) -> float:
-        """Seconds of a step beside the phases of the model."""
+        """Seconds of a step that its phases (rollout, training, log-probs, sync) do not explain."""
         train = self.train + self.logprob
         both = self.rollout + train if self.config.rollout.batches_ahead == 0 else max(self.rollout, train)
         return max(self.step - both - self.sync, 0.0)
 
     def workload(self, config: Config, shape: ModelShape) -> Workload:
-        """Return what a step of `config` asks for, with answers as long as this run's (cut at its own limit)."""
+        """Return the workload of a step of `config`, with this run's answer lengths cut at the limit of `config`."""
         lengths = np.minimum(self.lengths, config.rollout.max_response_tokens)
         return workload_of(config, shape, mean_prompt=self.mean_prompt, response_Q=recorded_quantiles(lengths))
 
@@ -100,10 +100,10 @@ def _lengths(files: Iterable[Path]) -> tuple[np.ndarray, float]:
 
 
 def fitted(history: History, shape: ModelShape, gpu: Gpu, assumed: Constants | None = None) -> Constants:
-    """Return constants with which the model gives the run's own phases.
+    """Return constants with which the formulas of times.py reproduce the phases of the run.
 
     Args:
-        history: a run. shape: of its model. gpu: that it ran on; another one only moves the factors.
+        history: a run. shape: of its model. gpu: that it ran on; with another one only the factors differ.
         assumed: the constants to start from.
     """
     known = assumed or Constants()
@@ -126,7 +126,7 @@ def _server_gpus(config: Config) -> int:
 
 
 def _phases(config: Config, workload: Workload, gpu: Gpu, constants: Constants) -> tuple[TrainTimes, float]:
-    """Return what the model finds for training and for generation of a configuration in its own layout."""
+    """Return the predicted times of training and of generation for a configuration in its own layout."""
     actor, engine = config.actor, config.engine
     tensor = engine.sglang.tensor_parallel if engine.kind == "sglang" else 1
     replicas = len(engine.sglang.urls) or engine.replicas

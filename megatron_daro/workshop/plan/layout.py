@@ -1,11 +1,11 @@
 """The layouts that can be asked for, and the parameters that each rank of one holds.
 
 Shape and GPU -> candidates (parallel sizes, recomputation and token budget of the trainers, size of a server) ->
-memory.py, times.py. The rules are those of the configuration's checks: what the trainer would refuse is not proposed,
-nor replicas that do not divide the samples of an update. Refused ones are returned with the rule that they break.
+memory.py, times.py. The rules are those of the configuration's checks: what the trainer would refuse is not proposed.
+Rules that involve the number of replicas (DP) are in search.py.
 
-Parameters are counted from the shape alone, the vocabulary padded as actor/model.py pads it; `tests/unit/plan` counts
-the real modules on the meta device against them.
+Parameters are counted from the shape alone, with the vocabulary padded as actor/model.py pads it; `tests/unit/plan`
+compares these counts with the real modules on the meta device.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron_daro.data.schedule import interleaved_group
 from megatron_daro.workshop.plan.gpus import Gpu
 from megatron_daro.workshop.plan.workload import AdaptedWeight, Adapters, Workload, least_budget
 
+# In elements, in the buffers of Megatron's distributed optimizer (distributed/param_and_grad_buffer.py).
 _PARAMETER_ALIGNMENT, _BUFFER_ALIGNMENT = 64, 128
-# Elements, in the buffers of Megatron's distributed optimizer (distributed/param_and_grad_buffer.py).
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a model is cut: TP, PP, EP and ETP (ranks that share the experts of a layer, and each expert), VPP (parts of
-    a stage)."""
+    """How a model is cut: TP, PP, EP (ranks that divide the experts of a layer among them), ETP (ranks that each expert
+    is split over), VPP (parts of a stage)."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -39,8 +39,8 @@ class Cut:
 
 
 def layer_parameters(shape: ModelShape, cut: Cut, layer: int = 0) -> tuple[int, ...]:
-    """Return the elements of each parameter of one layer on one rank, those of experts left out, and
-    what has no gradient."""
+    """Return the elements of each parameter of one layer on one rank, without parameters of experts and those that
+    have no gradient."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     columns = (query * (1 + shape.gated) + 2 * key) // cut.tensor
     sizes = [shape.hidden, shape.hidden * columns, query // cut.tensor * shape.hidden, shape.hidden]
@@ -77,8 +77,8 @@ def expert_parameters(shape: ModelShape, cut: Cut, layer: int) -> tuple[int, ...
 
 
 def adapter_parameters(adapters: Adapters, cut: Cut, layers: Iterable[int]) -> list[int]:
-    """Return the elements of each parameter of these layers' adapters on one rank: an A for each matrix, and the B's in
-    one (actor/lora.py)."""
+    """Return the elements of each parameter of these layers' adapters on one rank: for each weight one A per matrix,
+    and a single parameter with all B (actor/lora.py)."""
     sizes: list[int] = []
     for weight in (weight for layer in layers for weight in adapters.weights if layer in weight.layers):
         inputs, outputs = own_sides(weight, cut.tensor)
@@ -87,7 +87,7 @@ def adapter_parameters(adapters: Adapters, cut: Cut, layers: Iterable[int]) -> l
 
 
 def own_sides(weight: AdaptedWeight, tensor: int) -> tuple[int, int]:
-    """Return inputs and outputs of a weight on one rank."""
+    """Return how many inputs and outputs of a weight one rank holds."""
     if weight.whole:
         return weight.inputs, weight.outputs
     if weight.by_rows:
@@ -104,11 +104,11 @@ def part_parameters(
     critic: bool = False,
     adapters: Adapters | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Return the elements of each parameter of a part (0 .. VPP - 1) of a stage (0 .. PP - 1) on one rank: those of
-    experts in the second list.
+    """Return the elements of each parameter of a part (0 .. VPP - 1) of a stage (0 .. PP - 1) on one rank: a list
+    without experts, and a list of the experts' parameters.
 
     With tied embeddings and several stages the last one holds a copy of the embedding; a critic has one row there.
-    adapters: count theirs alone.
+    With `adapters` only their parameters count.
     """
     table = shape.padded_vocab(cut.tensor) // cut.tensor * shape.hidden
     parts, place = cut.pipeline * cut.virtual, part * cut.pipeline + stage
@@ -128,7 +128,7 @@ def part_parameters(
 def counts(
     shape: ModelShape, cut: Cut, stage: int, critic: bool = False, adapters: Adapters | None = None
 ) -> tuple[int, int]:
-    """Return all elements on a rank of this stage: those of experts by themselves. adapters: theirs alone."""
+    """Return the elements on a rank of this stage: without experts, and of experts. With `adapters` only theirs."""
     parts = [part_parameters(shape, cut, stage, part, critic=critic, adapters=adapters) for part in range(cut.virtual)]
     return sum(sum(rest) for rest, _ in parts), sum(sum(experts) for _, experts in parts)
 
@@ -155,13 +155,13 @@ def buffer_elements(
     critic: bool = False,
     adapters: Adapters | None = None,
 ) -> int:
-    """Return the elements of the gradient buffers, with the padding that the distributed optimizer asks for: each
-    virtual part has its own.
+    """Return the elements of the gradient buffers, with the padding that the distributed optimizer needs. Each virtual
+    part has its own buffers.
 
     Args:
-        shape, cut, stage, critic, adapters: as of `counts`.
-        shards: ranks that share the optimizer, DP * CP; 0 without the distributed optimizer.
-        expert_shards: the same of the experts, TP * CP * DP / (ETP * EP).
+        shape, cut, stage, critic, adapters: as in `counts`.
+        shards: ranks that share the optimizer state, DP * CP; 0 without the distributed optimizer.
+        expert_shards: the same for experts, TP * CP * DP / (ETP * EP).
     """
     if not shards:
         return sum(counts(shape, cut, stage, critic, adapters))
@@ -176,7 +176,8 @@ def buffer_elements(
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Return the parameters that one token is multiplied with: all but an input embedding of its own."""
+    """Return the number of parameters that one token is multiplied with: the active ones without an untied input
+    embedding."""
     lookup = 0 if shape.tie else shape.vocab * shape.hidden
     return shape.num_active_parameters - lookup
 
@@ -185,14 +186,14 @@ def checkpoint_bytes(shape: ModelShape, weight_bytes: int, adapters: Adapters | 
     """Return the size of a checkpoint: weights, and two fp32 moments of each, with an fp32 copy of bf16 weights.
 
     Args:
-        shape: the model. weight_bytes: of a weight, 2 or 4. adapters: which it then has in place of the model's.
+        shape: the model. weight_bytes: of a weight, 2 or 4. adapters: if given, only their weights are saved.
     """
     return sum(counts(shape, Cut(1, 1, 1, 1, 1), 0, adapters=adapters)) * (weight_bytes + {2: 12, 4: 8}[weight_bytes])
 
 
 CONTEXT_SIZES = (1, 2, 4, 8)
 MOST_PARTS = 8
-"""Virtual parts of a pipeline stage that are tried, at most."""
+"""The most virtual parts of a pipeline stage that are tried."""
 BUDGETS = (1, 2, 4, 8)
 """Token budgets that are tried, as multiples of the longest sample."""
 Recompute = Literal["none", "full"]
@@ -202,7 +203,7 @@ Recompute = Literal["none", "full"]
 class ModelLayout:
     """How one replica of the policy lies on GPUs: TP, PP, CP, EP, VPP, ETP; recomputation; tokens of a micro-batch.
 
-    expert_tensor: ETP, None for the default of the configuration, which is what is proposed."""
+    expert_tensor: ETP; None: the configuration's default, as in every proposed layout."""
 
     tensor: int
     pipeline: int
@@ -215,7 +216,7 @@ class ModelLayout:
 
     @classmethod
     def of(cls, actor: ActorSection) -> ModelLayout:
-        """Return that of a configuration."""
+        """Return the layout of a configuration."""
         return cls(
             tensor=actor.tensor_parallel,
             pipeline=actor.pipeline_parallel,
@@ -239,10 +240,11 @@ class ModelLayout:
         return self.tensor * self.pipeline * self.context
 
     def under_way(self, stage: int, micro_batches: int) -> int:
-        """Return how many forward passes of a part of a stage (0 .. PP - 1) wait for their backward pass, at most.
+        """Return the most forward passes of parts of a stage (0 .. PP - 1) that wait for their backward pass at once.
 
-        With one forward and one backward in turn, stage s holds PP - s micro-batches. The interleaved schedule takes
-        each part with a whole group before the next, and twice the distance to the last stage more.
+        With one forward and one backward in turn, stage s holds PP - s micro-batches. The interleaved schedule runs a
+        whole group of micro-batches through each part before the next part, which adds to twice the distance to the
+        last stage.
         """
         after = self.pipeline - 1 - stage
         if self.virtual == 1:
@@ -257,7 +259,7 @@ class ModelLayout:
 
 
 def sizes(shape: ModelShape, gpu: Gpu, most: int) -> Iterator[tuple[int, int, int]]:
-    """Yield each (TP, PP, CP) that the model divides into, within a node's TP and at most `most` GPUs."""
+    """Yield each (TP, PP, CP) that divides the model, with TP within a node and at most `most` GPUs in all."""
     columns = [shape.ffn] if shape.expert_layers < shape.layers else []
     columns += [shape.experts.shared_ffn] if shape.experts and shape.experts.shared_ffn else []
     columns += [shape.linear.key_heads] if shape.linear else []
@@ -271,7 +273,7 @@ def sizes(shape: ModelShape, gpu: Gpu, most: int) -> Iterator[tuple[int, int, in
 
 
 def model_layouts(workload: Workload, gpu: Gpu, most: int) -> Iterator[ModelLayout]:
-    """Yield every layout of one replica, with each recomputation and token budget; stages are in one part."""
+    """Yield every layout of one replica, with each recomputation and token budget, without virtual parts."""
     for tensor, pipeline, context in sizes(workload.shape, gpu, most):
         _, multiple = pack_multiples(tensor, context, tensor > 1, workload.fp8)
         least = least_budget(workload, multiple)
@@ -282,7 +284,8 @@ def model_layouts(workload: Workload, gpu: Gpu, most: int) -> Iterator[ModelLayo
 
 
 def expert_sizes(shape: ModelShape, tensor: int) -> list[int]:
-    """Return the EP sizes that the trainer takes with this TP: with ETP 1 a divisor or a multiple of it."""
+    """Return the EP sizes that the trainer accepts with this TP: 1 if TP can split each expert, and (with ETP 1)
+    divisors and multiples of TP."""
     if shape.experts is None:
         return [1]
     number = shape.experts.number
@@ -292,18 +295,18 @@ def expert_sizes(shape: ModelShape, tensor: int) -> list[int]:
 
 
 def in_parts(shape: ModelShape, layout: ModelLayout) -> Iterator[ModelLayout]:
-    """Yield the layout with its stages in several virtual parts; each keeps more activations than with one part."""
+    """Yield the layout with 2 to MOST_PARTS virtual parts per stage, which keep more activations than one part."""
     layers = shape.layers // layout.pipeline
     if layout.pipeline > 1:
         yield from (replace(layout, virtual=n) for n in range(2, MOST_PARTS + 1) if layers % n == 0)
 
 
 def server_sizes(shape: ModelShape, gpu: Gpu, nodes: int | None = None) -> list[tuple[int, int]]:
-    """Return the tensor-parallel sizes of a server that divide the heads, each with the nodes that it is spread over:
-    powers of two within a node, and whole nodes, 2 or 4 of them.
+    """Return the tensor-parallel sizes of a server that divide the heads, each with the number of nodes that the server
+    spans: powers of two within a node, and 2 or 4 whole nodes.
 
     Args:
-        nodes: that each server shall be spread over; None: any.
+        nodes: that each server must span; None: any number.
     """
     inside = [(size, 1) for size in (1, 2, 4, 8, 16) if size <= gpu.gpus_per_node]
     every = inside + [(n * gpu.gpus_per_node, n) for n in (2, 4)]

@@ -1,9 +1,8 @@
 """Memory of one GPU by part, in bytes: trainers and servers.
 
-Workload, ModelLayout, Gpu -> Memory -> search.py (fits or not, and why not). Weights, gradients
-and optimizer are exact counts; activations are the elements that each kind of layer keeps for the backward pass, fitted
-to the live bytes of real runs on a CPU (`tests/unit/plan`) for the local layers, and counted by hand for Transformer
-Engine's, never measured.
+Workload, ModelLayout, Gpu -> Memory -> search.py (fits or not, and why not). Weights, gradients and optimizer are exact
+counts. Activations are the elements that each kind of layer keeps for the backward pass: for the local layers fitted to
+the live bytes of real runs on a CPU (`tests/unit/plan`), for Transformer Engine's counted by hand and never measured.
 """
 
 from __future__ import annotations
@@ -28,15 +27,16 @@ from megatron_daro.workshop.plan.workload import Workload
 RESERVE_BYTES = 2 * 2**30
 """CUDA context and workspaces of cuBLAS and Transformer Engine in a GPU process: an assumption, not a measurement."""
 GROUP_BYTES = 0.25 * 2**30
-"""NCCL's buffers for each of a rank's process groups that reach over several ranks: an assumption."""
+"""NCCL's buffers for each process group with several ranks that a rank is in: an assumption."""
 FRAGMENTS = 0.1
 """Share of activations and logits that the allocator cannot use, since lengths differ from batch to batch: assumed."""
 UNEVEN_EXPERTS = 0.5
-"""How many more tokens than the mean the experts of the fullest rank are given, in the worst micro-batch: assumed."""
+"""Share by which the tokens of the fullest rank's experts exceed the mean in the worst micro-batch: assumed."""
 SERVED_ADAPTERS = 8
 """Versions of the adapters that a server has room for (`max_loras_per_batch` of SGLang)."""
 SERVER_RESERVE_BYTES = 4 * 2**30
-"""Context, groups, CUDA graphs and a prefill's activations of a server; what it keeps in the trainer's turn."""
+"""CUDA context, process groups, CUDA graphs and prefill activations of a server; a colocated server is assumed to keep
+as much while the trainer has the GPU."""
 HEADROOM = 0.95
 """Share of a GPU's memory that a layout may take."""
 
@@ -75,9 +75,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
-    """Elements that a layer keeps for each token, as multiples of hidden size h, query width q, key width k (with k
-    counted once, for keys and values together) and MLP width f; `query_norm`, `key_norm` come on top with QK norms.
-    copies: of h, for each expert that a token goes to, whose width then counts as f."""
+    """Elements that a layer keeps for each token, as multiples of hidden size h, query width q, key width k (one
+    multiple for keys and values together) and MLP width f. `query_norm`, `key_norm` are added with QK norms. copies:
+    multiple of h for each expert that a token is sent to; `ffn` then applies to the expert's width."""
 
     hidden: float
     query: float
@@ -90,15 +90,15 @@ class LayerActivations:
 
 LOCAL_FP32 = LayerActivations(6.2, 2.65, 2.9, 5.0, 2.1, 3.1, 3.0)
 LOCAL_BF16 = LayerActivations(8.2, 2.7, 2.8, 5.0, 3.1, 2.9, 3.0)
-# Transformer Engine, no dropout, flash attention: norm inputs and outputs (4 h), queries, keys, values and the output
-# of attention (2 q + 2 k), MLP's first product, and the input of its second (3 f); QK norms keep their inputs.
+# Transformer Engine, no dropout, flash attention: inputs and outputs of norms (4 h); queries, keys, values and the
+# output of attention (2 q + 2 k); the MLP's first product and the input of its second (3 f); the inputs of QK norms.
 ENGINE = LayerActivations(4.0, 2.0, 2.0, 3.0, 1.0, 1.0, 2.0)
 
 
 def _less_of_frozen(workload: Workload, kinds: LayerActivations) -> LayerActivations:
-    """Return what layers of frozen weights keep: no inputs of products without an adapter, and of the local layers'
-    norms not what their weights are multiplied with. A router, and Transformer Engine's attention what it answers, keep
-    those that they share."""
+    """Return what layers with frozen weights keep: not the inputs of products without an adapter, nor, in the local
+    layers' norms, what the weights are multiplied with. An input that is also kept for another purpose still counts:
+    that of the router, and the output of Transformer Engine's attention."""
     if workload.adapters is None:
         return kinds
     shape, adapted = workload.shape, {weight.role for weight in workload.adapters.weights}
@@ -129,15 +129,15 @@ def layer_elements(workload: Workload, kinds: LayerActivations) -> float:
     if linear := shape.linear:
         share = len(linear.layers) / shape.layers
         own = own * (1 - share) + share * _linear_elements(linear, workload.dtype_bytes)
-    if shape.latent:  # of each latent what comes in and goes out of its norm
+    if shape.latent:  # input and output of each latent's norm
         elements += 2 * ((shape.latent.query_rank or 0) + shape.latent.kv_rank)
     return elements + own
 
 
 def _linear_elements(linear: LinearShape, dtype_bytes: int) -> float:
-    """Return what linear attention keeps for a token in torch: of its projections, the convolution's input and output;
-    in fp32, queries and keys of each value head in four forms, values in five, two rows of a chunk's scores in two
-    forms each, and its part of the state that each chunk begins with."""
+    """Return the elements that linear attention, computed by torch operators, keeps for a token: three forms each of
+    what the convolution takes and of the values; and in fp32, for each value head, queries and keys in four forms,
+    values in five, two rows of a chunk's scores in two forms each, and the token's share of the chunk's first state."""
     convolved = 2 * linear.keys + linear.values
     scores = 4 * LINEAR_CHUNK + linear.key * linear.value / LINEAR_CHUNK
     own = linear.value_heads * (8 * linear.key + 5 * linear.value + scores)
@@ -145,15 +145,15 @@ def _linear_elements(linear: LinearShape, dtype_bytes: int) -> float:
 
 
 def _expert_elements(experts: ExpertShape, hidden: int, kinds: LayerActivations) -> float:
-    """Return what the experts of a layer keep for a token, which is copied to those that were chosen and whose outputs
-    are brought back; the router is small."""
+    """Return the elements that the experts of a layer keep for a token, which is copied to each chosen expert and whose
+    outputs are gathered again, and the few that the router keeps."""
     chosen = experts.chosen * (kinds.copies * hidden + kinds.ffn * experts.ffn)
     return chosen + kinds.ffn * experts.shared_ffn + 3 * experts.number
 
 
 def adapter_elements(workload: Workload, layout: ModelLayout) -> float:
-    """Return the elements that the adapters of a layer keep in the mean for each token on one rank: A x, and what does
-    not depend on tokens, the matrices as they are joined for one product (actor/lora.py)."""
+    """Return the elements that a layer's adapters keep on one rank for each token, as a mean over the layers: A x, and
+    a share of the matrices joined for one product (actor/lora.py), whose size does not depend on the tokens."""
     if workload.adapters is None:
         return 0.0
     kept = 0.0
@@ -167,8 +167,8 @@ def adapter_elements(workload: Workload, layout: ModelLayout) -> float:
 
 def recomputed_elements(workload: Workload, kinds: LayerActivations) -> float:
     """Return how many of `layer_elements` selective recomputation does not keep: all of a dense MLP ("mlp") or of the
-    experts ("moe") but their input, or the products of the experts' activation function ("moe_act"). Fused attention
-    keeps nothing that "core_attn" would leave out, and fused norms nothing that "layernorm" would.
+    experts ("moe") except the input, or the products of the experts' activation function ("moe_act"). "core_attn" and
+    "layernorm" save nothing, since fused attention and fused norms do not keep what they would recompute.
     """
     shape, recomputed, kinds = workload.shape, workload.recomputed, _less_of_frozen(workload, kinds)
     mlp = (shape.layers - shape.expert_layers) * kinds.ffn * shape.ffn * ("mlp" in recomputed)
@@ -188,7 +188,7 @@ def widest_elements(workload: Workload) -> int:
 def activations(
     workload: Workload, layout: ModelLayout, kinds: LayerActivations, *, stage: int = 0, micro_batches: int = 1
 ) -> float:
-    """Return the bytes that the layers of a stage keep at most, over the micro-batches that are under way in it.
+    """Return the most bytes that the layers of a stage keep, over all micro-batches in flight there.
 
     Args:
         workload, layout: what runs.
@@ -203,23 +203,24 @@ def activations(
     hidden = shape.hidden / layout.tensor
     outside = hidden * ((stage == 0) + 2 * (stage == layout.pipeline - 1))  # embedding; final norm and its input
     if layout.recompute == "full":
-        # One layer is computed again, and has gradients too. The last stage has its logits at another time, and larger.
+        # One layer at a time is recomputed, and then has gradients too. The last stage does not add them: its logits
+        # are larger, and exist at another time.
         gradient = widest_elements(workload) / layout.tensor if stage < layout.pipeline - 1 else 0
         kept = under_way * (layers * hidden + outside / layout.virtual) + layer + gradient
     else:
-        again = recomputed_elements(workload, kinds) / layout.tensor  # there for one layer at a time
+        again = recomputed_elements(workload, kinds) / layout.tensor  # exist for one layer at a time
         kept = under_way * (layers * (layer - again) + outside / layout.virtual) + again
     return kept * layout.tokens_per_rank * workload.dtype_bytes
 
 
 def logits(workload: Workload, layout: ModelLayout, *, on_cpu: LayerActivations | None = None) -> float:
-    """Return the bytes of the last stage while log-probs are taken: tiles of logits, gathered hidden states and their
-    fp32 gradient, the gradient of the output layer. On a CPU few logits wait for the backward pass beside them; a layer
-    that is computed again comes after these are gone, and is counted already.
+    """Return the bytes of the last stage while log-probs are computed: tiles of logits, gathered hidden states and
+    their fp32 gradient, the gradient of the output layer. A CPU also keeps the logits for the backward pass if they are
+    few; a recomputed layer, which `activations` has counted, only exists after them, so it is subtracted.
 
     Args:
         workload, layout: what runs.
-        on_cpu: of the layers of a CPU; None: on a GPU.
+        on_cpu: what the layers on a CPU keep; None: on a GPU.
     """
     shape, tokens = workload.shape, layout.tokens_per_rank
     rows = shape.padded_vocab(layout.tensor) // layout.tensor
@@ -241,11 +242,11 @@ def logits(workload: Workload, layout: ModelLayout, *, on_cpu: LayerActivations 
 def static_bytes(
     workload: Workload, cut: Cut, stage: int, shards: int, expert_shards: int = 1, *, critic: bool = False
 ) -> tuple[float, float, float, int]:
-    """Return weights, gradients and optimizer of a rank in bytes, and its elements. Frozen weights are only weights.
+    """Return a rank's bytes of weights, gradients and optimizer, and its elements. Frozen weights have only weights.
 
     Args:
-        shards: ranks that share the optimizer's state, DP * CP. expert_shards: that of the experts.
-        critic: of the critic, not of the policy.
+        shards: ranks that share the optimizer's state, DP * CP. expert_shards: the same for experts.
+        critic: count the critic instead of the policy.
     """
     shape, distributed, adapters = workload.shape, workload.distributed_optimizer, workload.adapters
     if critic:
@@ -265,20 +266,21 @@ def static_bytes(
 
 
 def expert_shards_of(layout: ModelLayout, shards: int) -> int:
-    """Return the ranks that share the optimizer's state of the experts. Args: shards: DP * CP."""
+    """Return how many ranks share the optimizer state of the experts. Args: shards: DP * CP."""
     return max(shards * layout.tensor // (layout.cut.expert * layout.cut.expert_tensor), 1)
 
 
 def trainer_memory(
     workload: Workload, layout: ModelLayout, *, shards: int, micro_batches: int, on_gpu: bool = True
 ) -> Memory:
-    """Return the memory of the fullest rank: the first stage, which has most under way, or the last, with the logits.
+    """Return the memory of the fullest rank: in the first stage, with the most micro-batches in flight, the second, or
+    the last, with the logits.
 
     Args:
         workload, layout: what runs.
         shards: DP * CP.
         micro_batches: of a step and rank.
-        on_gpu: Transformer Engine's layers and a GPU process; else the local layers on a CPU.
+        on_gpu: a GPU process (with bf16 Transformer Engine's layers); else the local layers on a CPU.
     """
     stages = {0, min(1, layout.pipeline - 1), layout.pipeline - 1}
     totals = [_stage_memory(workload, layout, stage, shards, micro_batches, on_gpu) for stage in stages]
@@ -293,14 +295,14 @@ def _stage_memory(
     second = (
         static_bytes(workload, layout.cut, stage, shards, expert_shards, critic=True) if workload.critic else (0.0,) * 4
     )
-    # Of two that take turns the larger one is there.
+    # If policy and critic take turns, only one is on the GPU: the larger counts.
     beside = sum(second[:3]) - (weights + gradients + optimizer) * workload.critic_offload
     fp8_elements = max(elements, second[3]) if workload.critic_offload else elements + second[3]
     local = LOCAL_FP32 if workload.dtype_bytes == 4 else LOCAL_BF16
     widest = workload.shape.hidden
     kinds = ENGINE if on_gpu and workload.dtype_bytes == 2 else local
     kept = activations(workload, layout, kinds, stage=stage, micro_batches=micro_batches)
-    if workload.critic:  # one after the other: there are those of one model at a time
+    if workload.critic:  # the models run one after the other: only one has activations at a time
         its_own = replace(workload, shape=workload.critic, adapters=None)
         kept = max(kept, activations(its_own, layout, kinds, stage=stage, micro_batches=micro_batches))
         widest = max(widest, workload.critic.hidden)
@@ -314,8 +316,8 @@ def _stage_memory(
         critic=max(beside, 0.0),
         activations=kept,
         logits=tiles,
-        # Hidden states gathered over TP, what the pipeline sends and receives, and a weight sync as far as it takes
-        # more than the activations, which are not there at that time.
+        # Hidden states gathered over TP, what the pipeline sends and receives, and what a weight sync takes beyond the
+        # activations and logits, which do not exist then.
         buffers=2 * hidden * (layout.tensor > 1)
         + 2 * hidden * (layout.pipeline > 1)
         + max(sync_bytes(workload, layout.tensor) - kept - tiles, 0.0),
@@ -327,7 +329,8 @@ def _stage_memory(
 
 
 def _uneven_share(workload: Workload, layout: ModelLayout) -> float:
-    """Share of the activations that the fullest rank holds beyond the mean; of recomputed layers one is there."""
+    """Return the share of the activations that the fullest rank's experts add to the mean. It is smaller with full
+    recomputation, where only one layer's activations exist at a time."""
     if workload.shape.experts is None or layout.expert == 1:
         return 0.0
     dense = replace(workload, shape=replace(workload.shape, experts=None, ffn=0))
@@ -355,9 +358,9 @@ def largest_tensor_bytes(workload: Workload) -> float:
 
 
 def sync_bytes(workload: Workload, tensor: int) -> float:
-    """Return what a sending rank holds in a weight sync: two buckets, and with tensor parallelism a tensor twice, in
-    the parts that were gathered and whole. One larger than a bucket is sent as it is (sync/buckets.py). Adapters go by
-    the host."""
+    """Return the bytes that a sending rank holds in a weight sync: two buckets, and with tensor parallelism the largest
+    tensor twice, as gathered parts and whole. A tensor larger than a bucket is sent by itself (sync/buckets.py).
+    Adapters that are sent alone go through host memory and take nothing."""
     if workload.adapters and workload.adapters.alone:
         return 0.0
     return 2 * workload.bucket_bytes + (2 * largest_tensor_bytes(workload) if tensor > 1 else 0.0)
@@ -373,13 +376,13 @@ def kv_bytes_per_token(workload: Workload, tensor: int) -> float:
 
 
 def state_bytes(workload: Workload, tensor: int) -> float:
-    """Return the bytes of the state of linear attention, in fp32, that an answer has on one GPU of a server."""
+    """Return the bytes of linear attention's fp32 state for one answer on one GPU of a server."""
     linear = workload.shape.linear
     return 4 * len(linear.layers) * linear.value_heads * linear.key * linear.value / tensor if linear else 0.0
 
 
 def server_weight_bytes(workload: Workload) -> float:
-    """Return the bytes of a server's weights; with fp8 those of embedding and output layer stay as they are."""
+    """Return the bytes of a server's weights; with fp8, embedding and output layer keep the trainer's type."""
     shape = workload.shape
     outside = shape.vocab * shape.hidden * (1 if shape.tie else 2)
     inside = (shape.num_parameters - outside) * (1 if workload.servers_fp8 else workload.dtype_bytes)
@@ -389,8 +392,8 @@ def server_weight_bytes(workload: Workload) -> float:
 def server_memory(workload: Workload, gpu: Gpu, tensor: int) -> Memory:
     """Return the memory of one GPU of a server of `tensor` GPUs; what is left after weights and reserve is KV cache.
 
-    It takes in a bucket, or a tensor that is larger than one; or has room for adapters. Where it shares the GPU with a
-    rank, weights and cache have a share of the GPU, and the rank's weights lie beside them at the end of an update.
+    The server also needs room for a bucket, or for the largest tensor if that is larger; or, if only adapters are sent,
+    for SERVED_ADAPTERS versions of them. With `server_fraction`, weights and cache take at most that share of the GPU.
     """
     weights = server_weight_bytes(workload) / tensor
     bucket = max(workload.bucket_bytes, largest_tensor_bytes(workload))
@@ -404,5 +407,5 @@ def server_memory(workload: Workload, gpu: Gpu, tensor: int) -> Memory:
 
 
 def room_of_trainer(workload: Workload, gpu: Gpu) -> float:
-    """Return the bytes that a rank may take: HEADROOM of the GPU, less what a server on it keeps in the rank's turn."""
+    """Return the bytes that a rank may take: HEADROOM of the GPU, less what a colocated server keeps meanwhile."""
     return HEADROOM * gpu.memory_bytes - SERVER_RESERVE_BYTES * workload.colocated

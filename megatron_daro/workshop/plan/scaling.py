@@ -1,9 +1,10 @@
-"""Where a recipe stops to scale, and why: thousands of steps on more and more GPUs, with long tails and failures.
+"""Where a recipe stops scaling, and why: simulates thousands of steps on more and more GPUs, with long tails and
+failures.
 
-Workload, Gpu -> the best layout at each size -> simulated steps -> Size records -> plot. The
-batch stays that of the recipe. Each step draws the sum and the maximum of its answers' lengths; GPUs fail at random,
-and a failure costs what was done since the last checkpoint, and a restart.
-The plot is one HTML page without network: throughput against GPUs with the ideal beside it, and what a step waits for.
+Workload, Gpu -> the best layout at each size -> simulated steps -> Size records -> plot. The batch stays that of the
+recipe. Each step draws the sum and the maximum of its answers' lengths. GPUs fail at random; a failure costs a restart
+and the work since the last checkpoint.
+The plot is one HTML page that needs no network: throughput against GPUs beside the ideal, and what a step waits for.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from megatron_daro.workshop.plan.workload import Workload
 
 STEPS = 2000
 SLOWING = 0.5
-"""Doubling the GPUs should double the throughput; below this share of the gain a recipe has stopped to scale."""
+"""Doubling the GPUs should double the throughput; a recipe stops scaling where it gains less than this share of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """mtbf_hours of one GPU (default: 419 interruptions in 54 days on 16,384 GPUs, Llama 3, arXiv 2407.21783);
-    restart_s until training goes on; save_every batches between checkpoints."""
+    """mtbf_hours: mean time between failures of one GPU (default: 419 interruptions in 54 days on 16,384 GPUs, Llama 3,
+    arXiv 2407.21783). restart_s: until training continues. save_every: batches between checkpoints."""
 
     mtbf_hours: float = 50_000.0
     restart_s: float = 600.0
@@ -42,7 +43,7 @@ class Failures:
 class Size:
     """What was simulated at one number of GPUs. Seconds are means of a batch; tokens_per_s includes what failures cost.
 
-    parts: seconds by what a step waits for: generation at full width, its tail (fewer than a tenth of the answers
+    parts: seconds by what a step waits for: generation at full width, its tail (when at most a tenth of the answers
     still run), training, its bubble and communication, sync, fixed, failures.
     """
 
@@ -82,7 +83,7 @@ def simulate(
 
 
 def doublings(first: int, last: int) -> list[int]:
-    """Return first, 2 * first, ... up to last, which is the last one."""
+    """Return first, 2 * first, ... and `last` at the end."""
     sizes = [first]
     while sizes[-1] * 2 < last:
         sizes.append(sizes[-1] * 2)
@@ -90,7 +91,7 @@ def doublings(first: int, last: int) -> list[int]:
 
 
 def stops_at(sizes: Sequence[Size]) -> Size | None:
-    """Return the first size whose further GPUs gain less than SLOWING of what they should; None: none does."""
+    """Return the last size before more GPUs gain less than SLOWING of what they should; None if that never happens."""
     for before, after in pairwise(sizes):
         gain = after.tokens_per_s / before.tokens_per_s - 1
         if gain < SLOWING * (after.gpus / before.gpus - 1):
@@ -107,10 +108,11 @@ def _simulated(
     generation_S = tail * tail_S + (generation - tail) * sum_S
     train_S = times.total * sum_S
     overlapped = choice.batches_ahead > 0
-    step_S = (np.maximum(generation_S, train_S) if overlapped else generation_S + train_S) + choice.sync + choice.fixed
+    step_S = np.maximum(generation_S, train_S) if overlapped else generation_S + train_S
+    step_S = step_S + choice.sync + choice.fixed + choice.offload
     lost = _lost_s(step_S, gpus, failures, rng)
     waits_for_training = overlapped and times.total > generation
-    parts = {"sync": choice.sync, "fixed": choice.fixed, "failures": lost / steps}
+    parts = {"sync": choice.sync, "fixed": choice.fixed, "offload": choice.offload, "failures": lost / steps}
     if not waits_for_training:
         parts |= {"generation": generation - tail, "generation's tail": tail}
     if waits_for_training or not overlapped:
@@ -121,13 +123,13 @@ def _simulated(
 
 
 def _tail_share(workload: Workload) -> float:
-    """Share of the decoding steps in which fewer than a tenth of the answers still run."""
+    """Return the share of the decoding steps in which at most a tenth of the answers still run."""
     lengths = workload.response_Q
     return float(1 - np.quantile(lengths, 0.9) / lengths.max())
 
 
 def _drawn(workload: Workload, steps: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return longest answer and sum of lengths of each step, as multiples of what the plan takes for them."""
+    """Return the longest answer and the sum of lengths of each step, as multiples of the values in the plan."""
     lengths, count = workload.response_Q, workload.generated
     longest_S = np.quantile(lengths, rng.random(steps) ** (1 / count)) / lengths.max()
     mean = lengths.mean()
@@ -136,7 +138,7 @@ def _drawn(workload: Workload, steps: int, rng: np.random.Generator) -> tuple[np
 
 
 def _lost_s(step_S: np.ndarray, gpus: int, failures: Failures, rng: np.random.Generator) -> float:
-    """Return the seconds that failures cost: each repeats the steps since the last checkpoint, and a restart."""
+    """Return the seconds that failures cost: each costs a restart and repeats the steps since the last checkpoint."""
     rate = gpus / (failures.mtbf_hours * 3600)
     lost = 0.0
     for index in _failed_steps(step_S, rate, rng):

@@ -1,8 +1,7 @@
-"""The search: every layout, every split of the GPUs between trainers and servers; the best, and why others are out.
+"""Searches all layouts and splits of the GPUs between trainers and servers for the best, and says why others are out.
 
-Workload, Gpu, number of GPUs -> Plan (choices in order of the expected step, and refusals by
-reason) -> tables.py. Trainers and servers do not depend on each other but for the split, so each side's best is found
-by itself.
+Workload, Gpu, number of GPUs -> Plan (choices in order of the expected step, and refusals by reason) -> tables.py.
+Given the split, the best servers do not depend on the trainers, so they are found once per split.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from megatron_daro.workshop.plan.times import (
 from megatron_daro.workshop.plan.workload import Workload
 
 MOST_SPLITS = 48
-"""Splits of the GPUs between trainers and servers that are looked at."""
+"""Evenly spaced splits of the GPUs between trainers and servers that are tried, at most."""
 _NINE_TENTHS = 1.645
-"""Standard deviations of a normal distribution that nine tenths of it are within."""
+"""Nine tenths of a normal distribution lie within this many standard deviations."""
 LEAST_KV_ANSWERS = 4
-"""A server must hold so many of the longest samples at once."""
+"""How many of the longest samples a server's cache must hold at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class Trainers:
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """One way to generate: servers of `tensor` GPUs each over `nodes` nodes, memory of a GPU, seconds of a batch."""
+    """One way to generate: servers of `tensor` GPUs on `nodes` nodes each, memory of a GPU, seconds of a batch."""
 
     tensor: int
     nodes: int
@@ -78,8 +77,8 @@ class Servers:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Trainers and servers together. Seconds are of one batch; offload: of those in which they hand the GPUs to each
-    other, where they share them. error: a factor that the step is within, more often than not (docs/plan.md)."""
+    """Trainers and servers together. Seconds are of one batch. offload: seconds to hand the GPUs to each other, if
+    shared. error: the factor by which the step may be off (docs/plan.md)."""
 
     trainers: Trainers
     servers: Servers
@@ -92,15 +91,16 @@ class Choice:
 
     @property
     def step(self) -> float:
-        """One batch: one after the other where none is generated ahead, else the slower side, and the sync."""
+        """Seconds of one batch: training plus generation, or the slower of the two if batches are generated ahead; and
+        what neither hides."""
         train, generation = self.trainers.times.total, self.servers.generation
         both = train + generation if self.batches_ahead == 0 else max(train, generation)
         return both + self.sync + self.fixed + self.offload
 
     @property
     def expected(self) -> float:
-        """The step where training and generation are each off by a factor of their own: of two that overlap the longer
-        one counts, so that sides of equal length are longer than either. Sides that overlap hand over no GPUs."""
+        """The expected step when training and generation are each off by a random factor. If they overlap the longer
+        one counts, so two equal sides are expected to take longer than either; and they hand over no GPUs."""
         train, generation = self.trainers.times.total, self.servers.generation
         if self.batches_ahead == 0 or self.error == 1.0 or min(train, generation) <= 0:
             return self.step
@@ -118,13 +118,13 @@ class Choice:
 
 @dataclass(slots=True)
 class Refusals:
-    """Layouts that are out, by reason: how many, and the one that came nearest, with what it needs."""
+    """Refused layouts by reason: how many, and the one that came nearest, as (what it needs, words)."""
 
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     nearest: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def add(self, reason: str, need: float, words: str) -> None:
-        """Count one; the least `need` of a reason keeps its words."""
+        """Count a refusal, and keep the words of the one with the least `need`."""
         self.counts[reason] += 1
         if reason not in self.nearest or need < self.nearest[reason][0]:
             self.nearest[reason] = (need, words)
@@ -132,7 +132,7 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """choices, best first; refusals; how many layouts were looked at."""
+    """choices: best first. looked_at: how many layouts were tried."""
 
     choices: tuple[Choice, ...]
     refusals: Refusals
@@ -140,12 +140,12 @@ class Plan:
 
 
 def search(workload: Workload, gpu: Gpu, gpus: int, *, constants: Constants | None = None, best: int = 5) -> Plan:
-    """Look for the layouts with the shortest step, as it is expected with the errors of its parts.
+    """Find the layouts with the shortest expected step.
 
     Args:
         workload: of the recipe.
         gpu: of the cluster. gpus: all of them, trainers and servers.
-        constants: efficiencies; the assumed ones where None.
+        constants: efficiencies; None: the defaults.
         best: choices to return.
 
     Returns:
@@ -178,8 +178,8 @@ def search(workload: Workload, gpu: Gpu, gpus: int, *, constants: Constants | No
     if not choices:
         raise ConfigError(_nothing_fits(workload, gpu, gpus, refusals))
     shortest = min(choice.expected for choice in choices)
-    # Within a fiftieth of each other the constants do not tell them apart: fewer GPUs of a replica are simpler.
-    # So are stages in one part.
+    # The constants cannot tell choices apart that are within 2 % of each other: the simpler one, with fewer GPUs per
+    # replica and then fewer virtual parts, comes first.
     choices.sort(
         key=lambda choice: (int((choice.expected / shortest - 1) / 0.02), *_complexity(choice), choice.expected)
     )
@@ -187,7 +187,8 @@ def search(workload: Workload, gpu: Gpu, gpus: int, *, constants: Constants | No
 
 
 def _shareable(layout: ModelLayout, servers: Servers, gpus: int) -> bool:
-    """Whether servers can have the GPUs of ranks in this layout: whole groups, and every GPU (engine.colocate)."""
+    """Return whether servers can share the GPUs of ranks in this layout (engine.colocate): one tensor-parallel size
+    divides the other, and servers use every GPU."""
     sizes = sorted((layout.tensor, servers.tensor))
     return sizes[1] % sizes[0] == 0 and servers.gpus == gpus
 
@@ -198,7 +199,8 @@ def _complexity(choice: Choice) -> tuple[int, int]:
 
 
 def splits(gpus: int, node: int) -> list[int]:
-    """Return numbers of GPUs that train: whole nodes where there are several, at most MOST_SPLITS of them."""
+    """Return the numbers of GPUs for training that are tried, in whole nodes if there are several. If these are more
+    than MOST_SPLITS, only evenly spaced ones and powers of two times the unit."""
     unit = node if gpus >= 2 * node else 1
     every = range(unit, gpus, unit)
     if len(every) <= MOST_SPLITS:
@@ -215,7 +217,7 @@ def _powers(unit: int) -> Iterator[int]:
 def _in_parts(
     workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants, refusals: Refusals
 ) -> Iterator[Trainers]:
-    """Yield the trainers where they fit, and with their stages in several parts where these fit too."""
+    """Yield the trainers if they fit, and then each of their variants with virtual parts that fits too."""
     trainers = _trainers(workload, layout, data, gpu, constants, refusals)
     if trainers is None:
         return
@@ -229,7 +231,7 @@ def _in_parts(
 def _trainers(
     workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants, refusals: Refusals
 ) -> Trainers | None:
-    """Return the trainers, or None with a refusal."""
+    """Return the trainers; or add a refusal and return None."""
     inner = layout.tensor * layout.context * data
     group = layout.cut.expert * layout.cut.expert_tensor
     if inner % group:
@@ -241,7 +243,7 @@ def _trainers(
         )
         return None
     samples = workload.samples // workload.minibatches
-    if samples % data:  # the trainer takes such layouts, and some of its replicas wait
+    if samples % data:  # the trainer accepts such layouts, but some of its replicas would wait
         refusals.add("replicas (DP) that do not divide the samples of an update", data, f"{samples} samples, DP {data}")
         return None
     num = micro_batches_of(workload, layout, data)
@@ -265,7 +267,7 @@ def _trainers(
 
 
 class _Fleets:
-    """The best servers on a number of GPUs."""
+    """Finds the best servers on a number of GPUs."""
 
     def __init__(self, workload: Workload, gpu: Gpu, constants: Constants, refusals: Refusals) -> None:
         self._known = (workload, gpu, constants)
@@ -280,7 +282,7 @@ class _Fleets:
                 self._sizes.append((tensor, nodes, memory))
 
     def best(self, gpus: int) -> Servers | None:
-        """Return the servers that generate a batch soonest; None where none fits."""
+        """Return the servers that generate a batch in the shortest time; None if none fit."""
         workload, gpu, constants = self._known
         fitting = [(tensor, nodes, memory) for tensor, nodes, memory in self._sizes if tensor <= gpus]
         if workload.colocated:
@@ -303,7 +305,8 @@ def describe(layout: ModelLayout) -> str:
 
 
 def _distinct(choices: list[Choice], best: int) -> Iterator[Choice]:
-    """Return the best choices of different sizes: the same layout on another split says little."""
+    """Yield the best choices with different parallel sizes, since variants in recomputation, token budget or virtual
+    parts say little."""
     seen = set()
     for choice in choices:
         layout = choice.trainers.layout

@@ -1,7 +1,7 @@
 """What a weight sync from shards to shards would move: layouts -> table.
 
-Bytes are those of sync/shard_plan.py, exact. Seconds are the busiest rank's bytes over its share of the network: a
-floor without latencies, which TCP (`engine.sglang.sync: shards`) may not reach.
+Bytes come from sync/shard_plan.py and are exact. Seconds are the busiest rank's bytes over its share of the network: a
+lower bound without latencies, which TCP (`engine.sglang.sync: shards`) may not reach.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class SyncRow:
-    """One pair of layouts: how it is called, its sizes in words, the bytes of each rank, seconds (see the module); or
-    why there is no such sync."""
+    """One pair of layouts: name, sizes in words, bytes of each rank, seconds (see the module); or `refused`: why this
+    sync is not possible."""
 
     name: str
     sizes: str
@@ -35,7 +35,7 @@ class SyncRow:
     refused: str = ""
 
     def record(self) -> dict[str, object]:
-        """Return it as plain values for JSON; bytes of one sync."""
+        """Return the row as plain values for JSON; bytes are of one sync."""
         if self.balance is None:
             return {"layout": self.name, "refused": self.refused}
         return {
@@ -51,7 +51,8 @@ class SyncRow:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """How many replicas of a layout write to how many servers of so many GPUs; options: Megatron's, of stages."""
+    """`data` replicas of a layout that write to `servers` servers of `tensor` GPUs. options: Megatron's, which may
+    decide the layers of each stage."""
 
     layout: ModelLayout
     data: int
@@ -66,8 +67,8 @@ class _Sizes:
 
 
 def sync_rows(config: Config, shape: ModelShape, choices: Iterable[Choice], gpu: Gpu) -> list[SyncRow]:
-    """Return the row of the recipe's own layout, where it has servers, and one for each choice that does not share its
-    GPUs with them."""
+    """Return a row for the recipe's own layout and one for each choice, but only where SGLang servers have their own
+    GPUs."""
     cases: dict[str, _Sizes] = {}
     if config.engine.kind == "sglang" and not config.engine.colocate:
         actor, servers = config.actor, config.engine
@@ -106,7 +107,7 @@ def _row(name: str, sizes: _Sizes, config: Config, shape: ModelShape, gpu: Gpu) 
 
 
 def sync_table(rows: Iterable[SyncRow]) -> str:
-    """Return the rows for people."""
+    """Return the rows as text for people."""
     head = ["", "TP PP VPP CP DP EP to servers", "senders", "GB each", "busiest / mean", "least possible"]
     head += ["receivers", "GB each, at most", "links", "s"]
     cells, refusals = [], []

@@ -1,4 +1,4 @@
-"""A plan for people and programs: tables, JSON, and a choice put into a recipe, whose comments and order stay."""
+"""A plan for people and programs: tables, JSON, and a choice put into a recipe, which keeps its comments and order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Bill:
 
 
 def options_of(choice: Choice) -> dict[str, object]:
-    """Return the options of the configuration that make this choice."""
+    """Return the options of the configuration for this choice."""
     layout = choice.trainers.layout
     experts = {"actor.expert_parallel": layout.expert, "actor.expert_tensor_parallel": 1}
     return {
@@ -49,7 +49,7 @@ def options_of(choice: Choice) -> dict[str, object]:
 
 
 def as_record(plan: Plan, workload: Workload, gpu: Gpu, bill: Bill) -> dict[str, object]:
-    """Return the plan as plain values for JSON. Bytes, seconds, tokens."""
+    """Return the plan as plain values for JSON, in bytes, seconds and tokens."""
     return {
         "gpu": gpu.model_dump(),
         "tokens_per_batch": workload.tokens,
@@ -169,7 +169,7 @@ def _time_lines(plan: Plan) -> Iterator[str]:
 
 
 def _warnings(workload: Workload) -> list[str]:
-    """Say where the times are not those of the layers that run."""
+    """Return a warning if the times are of other layers than those that will run."""
     if not workload.shape.local_layers or workload.dtype_bytes == 4:
         return []
     return [
@@ -186,7 +186,7 @@ def _memories(plan: Plan) -> dict[str, list[Memory]]:
 
 
 def _memory_table(place: str, memories: Sequence[Memory]) -> str:
-    """Return the parts that any choice has."""
+    """Return a table of the parts that are not 0 in every choice."""
     parts = [memory.parts() for memory in memories]
     names = [name for name in Memory().parts() if any(one[name] for one in parts)]
     rows = [

@@ -1,9 +1,8 @@
 """Seconds of a step by part: generation, log-probs, training with its communication and pipeline bubble, weight sync.
 
-Workload, layout, Gpu, Constants -> StepTimes -> search.py. First principles with a few
-efficiencies: arithmetic against peak, bytes against bandwidth, kernels against the host that starts them. The
-efficiencies were learned from published numbers (benchmarks/plan_published.py); `--from RUN` puts a run's own factors
-on top.
+Workload, layout, Gpu, Constants -> TrainTimes and seconds -> search.py. First principles with a few efficiencies:
+arithmetic against peak, bytes against bandwidth, kernels against the host that launches them. Most efficiencies were
+learned from published numbers (benchmarks/plan_published.py); `--from RUN` multiplies the times by factors of a run.
 """
 
 from __future__ import annotations
@@ -35,31 +34,31 @@ from megatron_daro.workshop.plan.workload import Workload
 class Constants:
     """What the data sheets do not say. Shares are of the peak; times in seconds.
 
-    matrices, matrices_fp8: of the arithmetic in bf16 and fp8, in products of matrices. attention: of that in bf16.
-    prefill: the same of a server. decoding, expert_decoding: of its memory's bandwidth, the latter of reads of experts.
-    links, expert_links: of every link, in
-    collectives and in the exchange of tokens between experts.
-    passes, passes_fp8: times that an element which a layer keeps goes through the memory in a forward and a backward
-    pass, and how many more with fp8, which is scaled and turned over. hidden: share of collectives that a trainer
-    which overlaps them hides.
-    layer_s, expert_layer_s: the host's time to start a layer's kernels, forward and backward; of one with experts it
-    waits for the counts of tokens. expert_call_s: the same of each expert on the rank: its products are started one by
-    one. fused: share of expert_layer_s that remains where routing and permutation are fused kernels; schedule: how much
-    longer all takes where exchanges overlap with computation.
-    decode_step_s, decode_layer_s: one step of a server beside its reads, and what each layer adds to it.
-    link_latency_s, network_latency_s: a reduction of few bytes between a server's GPUs, within and beyond the links.
-    imbalance: how much the slowest data-parallel rank exceeds the mean; routing: the fullest rank's experts.
-    max_running: answers of a server at once. fixed_s: a step's verification, recording and waits that nothing hides.
+    matrices, matrices_fp8: of the arithmetic in matrix products, in bf16 and fp8. attention: of bf16 arithmetic in
+    attention scores. prefill: of a server's arithmetic. decoding, expert_decoding: of memory bandwidth while a server
+    decodes, for all reads but those of experts, and for experts. links, expert_links: of every link, in collectives and
+    in the exchange of tokens between experts.
+    passes, passes_fp8: how often each element that a layer keeps goes through the memory in a forward and a backward
+    pass, and how many more times with fp8, which scales and transposes. hidden: share of the collectives' time that a
+    trainer hides by overlapping them.
+    layer_s, expert_layer_s: the host's time to launch a layer's kernels, forward and backward, for a dense layer and
+    for one with experts, where it waits for token counts. expert_call_s: in addition for each expert on the rank, whose
+    products are launched one by one. fused: share of expert_layer_s that remains if routing and permutation are fused
+    kernels. schedule: share by which the host's time grows if exchanges overlap with computation.
+    decode_step_s, decode_layer_s: time of a decoding step beyond its reads, and what each layer adds to it.
+    link_latency_s, network_latency_s: an all-reduce of few bytes between a server's GPUs, within and beyond the links.
+    imbalance: share by which the slowest data-parallel rank exceeds the mean. routing: the same for the rank whose
+    experts get the most tokens. max_running: answers of a server at once. fixed_s: a step's verification, recording and
+    waits that nothing hides.
     sync_links: share of a link that a weight sync reaches. sync_start_s: pausing and continuing the servers. tensor_s:
-    a whole tensor gathered and put into a bucket; walk_s: of each layer, while a server looks for the place of a tensor
-    that comes by itself.
+    gathering one whole tensor and putting it into a bucket. walk_s: a server's search for the place of a tensor that is
+    sent by itself, for each layer.
     host_gb_s: between a GPU and its host, in 10^9 bytes a second. http_gb_s: of adapters, written by one rank as JSON
     for all ranks of all servers.
-    training_factor, generation_factor, sync_factor: of all that the model finds for these phases; a recorded run sets
-    them.
-    step_error, expert_step_error: factors that nine tenths of the published steps of the learning half are within, of
-    dense models and of mixtures of experts; run_error: the factor that predictions from a recorded run were within
-    (docs/plan.md).
+    training_factor, generation_factor, sync_factor: multiply the times of these phases; fitted from a recorded run.
+    step_error, expert_step_error: factors within which nine tenths of the published steps that were learned from are
+    predicted, of dense models and of mixtures of experts. run_error: the factor within which predictions from a
+    recorded run were (docs/plan.md).
     """
 
     matrices: float = 0.472
@@ -103,7 +102,7 @@ class Constants:
 @dataclass(frozen=True, slots=True)
 class TrainTimes:
     """Seconds of the trainers on one batch: `compute` and `communication` of training, `bubble` of the pipeline,
-    `logprobs` of the passes beside it, `turns` of a policy and a critic that take turns on the GPUs."""
+    `logprobs`: forward passes without training, `turns`: moving a policy and a critic that take turns on the GPUs."""
 
     compute: float
     communication: float
@@ -113,18 +112,18 @@ class TrainTimes:
 
     @property
     def train(self) -> float:
-        """The optimizer steps."""
+        """Seconds of the optimizer steps."""
         return self.compute + self.communication + self.bubble + self.turns
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Seconds of the optimizer steps and the passes beside them."""
         return self.train + self.logprobs
 
 
 def micro_batches_of(workload: Workload, layout: ModelLayout, data: int) -> int:
-    """Return the micro-batches of an update on one data-parallel rank; packing leaves a tenth of the budget empty where
-    lengths differ."""
+    """Return the number of micro-batches of an update on one data-parallel rank. If lengths differ, packing is assumed
+    to leave a tenth of the budget empty."""
     tokens = workload.tokens / workload.minibatches / data
     samples = workload.samples / workload.minibatches / data
     even = workload.response_Q[0] == workload.response_Q[-1]
@@ -135,7 +134,7 @@ def micro_batches_of(workload: Workload, layout: ModelLayout, data: int) -> int:
 
 
 def train_times(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants) -> TrainTimes:
-    """Return what one batch costs on `data` replicas of this layout."""
+    """Return the times of one batch on `data` replicas of this layout."""
     num = micro_batches_of(workload, layout, data)
     taken = num if layout.virtual == 1 else interleaved_group(num, layout.pipeline)[0]
     tokens = workload.tokens / workload.minibatches / data / num / layout.context  # of a micro-batch on one rank
@@ -154,7 +153,7 @@ def train_times(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, co
     bubble = workload.minibatches * taken * (one + traffic) * idle
     alone = max(whole * uneven, on_host / workload.practice.logprobs_at_once)  # a micro-batch without gradients
     forward = num * workload.minibatches * (alone + 0.4 * traffic) / 3
-    # The critic sees the same tokens, for its values and when it is trained, which is whole.
+    # The critic sees the same tokens, for its values and in training, and all its weights are trained.
     critic = active_parameters(workload.critic) / active_parameters(workload.shape) if workload.critic else 0.0
     passes = (workload.extra_passes - (workload.critic is not None) + critic) * forward * (1 + idle)
     factor = constants.training_factor
@@ -164,8 +163,8 @@ def train_times(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, co
 
 
 def _turns_s(workload: Workload, layout: ModelLayout, data: int, constants: Constants) -> float:
-    """Return the seconds in which policy and critic leave and come back: before the values, after the last update for
-    the sync, and twice an update, once with the critic's gradients."""
+    """Return the seconds in which policy and critic swap places on the GPU: before the values, after the last update
+    for the sync, and twice per update, when the critic's gradients move too."""
     shards = data * layout.context
     experts = expert_shards_of(layout, shards)
     own, its = (static_bytes(workload, layout.cut, 0, shards, experts, critic=c) for c in (False, True))
@@ -175,7 +174,7 @@ def _turns_s(workload: Workload, layout: ModelLayout, data: int, constants: Cons
 
 
 def _recomputed_share(workload: Workload) -> float:
-    """Return the share of a forward pass's products that selective recomputation does a second time."""
+    """Return the share of a forward pass's products that selective recomputation repeats."""
     shape, recomputed = workload.shape, workload.recomputed
     products = 3 * shape.hidden * shape.ffn * (shape.layers - shape.expert_layers) * ("mlp" in recomputed)
     if shape.experts and "moe" in recomputed:
@@ -185,17 +184,19 @@ def _recomputed_share(workload: Workload) -> float:
 
 
 _FP8_CALLS = 10 / 6
-"""Kernels of an expert with fp8 against bf16: to the six products of its two layers come four conversions, of inputs
-and of gradients (grouped_linear.py of Transformer Engine)."""
+"""Kernels of an expert in fp8, relative to bf16: the six products of its two layers, plus four conversions of inputs
+and gradients (grouped_linear.py of Transformer Engine)."""
 _STARTED = {"none": 1.0, "router": 0.75, "partial": 0.5, "full": 0.0}
-"""Share of a layer's kernels beside its experts' that the host starts, by what is a CUDA graph: assumed."""
+"""Share of a layer's kernels, without its experts', that the host still launches, by what runs as CUDA graphs: assumed.
+"""
 
 
 def _stage_s(
     workload: Workload, layout: ModelLayout, tokens: float, gpu: Gpu, constants: Constants, operations: int = 6
 ) -> tuple[float, float]:
-    """Seconds of the slowest stage with one micro-batch, forward and backward: of the GPU's work, and of the host that
-    starts it. operations: of a parameter and token: two each forward, for the gradient of inputs, and of weights."""
+    """Return the seconds of the slowest stage for one micro-batch, forward and backward: the GPU's, and the host's to
+    launch kernels. operations: per parameter and token; the forward pass and the gradients of inputs and of weights
+    take two each."""
     shape = workload.shape
     share = tokens / layout.tensor
     wide = constants.routing * (not workload.practice.balanced) if shape.experts else 0.0
@@ -214,13 +215,13 @@ def _stage_s(
     layers = (products + memory) * (1 + wide) + scores
     last = operations * share * output / (bf16 * constants.matrices)
     stages = layout.pipeline * layout.virtual
-    # Where layers do not divide, the stages are cut so that the output layer counts as one.
+    # If the layers do not divide evenly, the stages are cut with the output layer counted as one more.
     slowest = layers / layout.pipeline + last if shape.layers % stages == 0 else (layers + last) / layout.pipeline
     return slowest, _host_s(workload, layout, constants)
 
 
 def _host_s(workload: Workload, layout: ModelLayout, constants: Constants) -> float:
-    """Seconds in which the host starts the kernels of a stage for one micro-batch; those of experts one by one."""
+    """Return the seconds in which the host launches a stage's kernels for one micro-batch; experts' one by one."""
     shape = workload.shape
     each = constants.expert_layer_s * (constants.fused if workload.practice.fused else 1.0)
     started = (shape.layers - shape.expert_layers) * constants.layer_s + shape.expert_layers * each
@@ -232,19 +233,20 @@ def _host_s(workload: Workload, layout: ModelLayout, constants: Constants) -> fl
 
 
 def _optimizer_s(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants) -> float:
-    """Seconds of the update itself: gradients, moments and weights go through the memory once each way."""
+    """Return the seconds of the update itself: gradients, moments and weights go through the memory once each way."""
     rest, experts = counts(workload.shape, layout.cut, 0, adapters=workload.adapters)
     own = rest / (data * layout.context) + experts / expert_shards_of(layout, data * layout.context)
     return 28 * own / (gpu.memory_gb_s * 1e9 * constants.decoding)
 
 
 def _layer_traffic(workload: Workload, layout: ModelLayout, tokens: float, gpu: Gpu, constants: Constants) -> float:
-    """Seconds of one micro-batch in a stage's collectives: TP with sequence parallelism, CP, experts, next stages."""
+    """Return the seconds of one micro-batch in a stage's communication: TP with sequence parallelism, CP, experts, and
+    to the next stage."""
     shape, layers = workload.shape, workload.shape.layers / layout.pipeline
     links, network = (1e9 * constants.links * rate for rate in (gpu.link_gb_s, gpu.network_gb_s))
     hidden = tokens * shape.hidden * workload.dtype_bytes
     seen = 1 - constants.hidden * workload.practice.overlaps
-    # Forward: two gathers and two scatters; backward: the same and two gathers again; recomputation: the forward's.
+    # Forward: two gathers and two scatters; backward: the same and two more gathers; recomputation: the forward ones.
     collectives = 10 + 4 * (layout.recompute == "full")
     seconds = seen * layers * collectives * hidden * (layout.tensor - 1) / layout.tensor / links
     if layout.context > 1:
@@ -262,7 +264,8 @@ def _layer_traffic(workload: Workload, layout: ModelLayout, tokens: float, gpu: 
 
 
 def _exchange_s(workload: Workload, layout: ModelLayout, hidden: float, gpu: Gpu, constants: Constants) -> float:
-    """Seconds of a layer's exchange of `hidden` bytes of tokens with their experts and back, forward and backward."""
+    """Return the seconds in which a layer exchanges `hidden` bytes of tokens with their experts, there and back, in the
+    forward and the backward pass."""
     experts = workload.shape.experts
     assert experts, "only asked of layers with experts"
     uneven = 1 + constants.routing * (not workload.practice.balanced)
@@ -281,7 +284,7 @@ def _exchange_s(workload: Workload, layout: ModelLayout, hidden: float, gpu: Gpu
 def _data_parallel_s(
     workload: Workload, layout: ModelLayout, data: int, num: int, gpu: Gpu, constants: Constants
 ) -> float:
-    """Seconds of an update in the reduction of gradients and the gather of the new weights."""
+    """Return the seconds of an update in the reduction of gradients and the gather of the new weights."""
     rest, experts = counts(workload.shape, layout.cut, 0, adapters=workload.adapters)
     shards, expert_shards = data * layout.context, expert_shards_of(layout, data * layout.context)
     width = layout.ranks // layout.pipeline * data
@@ -301,9 +304,9 @@ def generation_s(
 ) -> float:
     """Return the seconds until `servers` servers of `tensor` GPUs have generated a batch.
 
-    Answers that run at once on a server end one after another in the order of their lengths; a step of decoding reads
-    the weights and the keys and values of those that still run. Where the cache or `max_running` holds fewer than are
-    asked for, the rest comes after them: waves of work at full width, and one tail. With batches_at_once there is no
+    Answers that run at once on a server end one after another in the order of their lengths. A decoding step reads the
+    weights, and the keys and values of the answers that still run. If the cache or `max_running` allows fewer answers
+    than are requested, the rest follow: waves of work at full width, and one tail. With `batches_at_once` there is no
     tail, since answers of the next batches take the places of those that ended.
     """
     shape = workload.shape
@@ -317,7 +320,7 @@ def generation_s(
     if at_once < 1:
         return float("inf")
     bandwidth = gpu.memory_gb_s * 1e9 * constants.decoding
-    # Starts of the segments between two lengths; in each, a fixed number still runs, with a mean context.
+    # Segments between two lengths: in each, a fixed number of answers still run, with a mean context.
     lengths = workload.response_Q
     starts = np.concatenate(([0.0], lengths[:-1]))
     steps = lengths - starts
@@ -335,15 +338,15 @@ def generation_s(
     step = own + np.maximum(weights + cache, arithmetic) + talk
     tail = 0.0 if batches_at_once else float((steps * step).sum())
     waves = each / at_once - (not batches_at_once)
-    # Waves before the last: at full width all the time, so the mean answer counts and not the longest.
+    # Waves before the last run at full width all the time, so the mean answer counts and not the longest.
     full = float(step[0]) * workload.mean_response * max(waves, 0.0)
     prefill = _prefill_s(workload, tensor, servers, gpu, constants)
     return constants.generation_factor * (tail + full + prefill)
 
 
 def _parameters_read(workload: Workload, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Parameters that a decoding step reads; in the second place those of the experts that some running answer has
-    chosen."""
+    """Return how many parameters a decoding step reads: outside the experts, and of the experts that some running
+    answer has chosen."""
     shape = workload.shape
     if shape.experts is None:
         return np.full_like(running, shape.num_parameters), np.zeros_like(running)
@@ -354,7 +357,7 @@ def _parameters_read(workload: Workload, running: np.ndarray) -> tuple[np.ndarra
 
 
 def _decode_traffic(workload: Workload, running: np.ndarray, tensor: int, gpu: Gpu, constants: Constants) -> np.ndarray:
-    """Seconds of a decoding step in the reductions between a server's GPUs: two for each layer."""
+    """Return the seconds of a decoding step in the all-reduces between a server's GPUs, two for each layer."""
     if tensor == 1:
         return np.zeros_like(running)
     moved = running * workload.shape.hidden * workload.dtype_bytes * 2 * (tensor - 1) / tensor
@@ -365,7 +368,7 @@ def _decode_traffic(workload: Workload, running: np.ndarray, tensor: int, gpu: G
 
 
 def _prefill_s(workload: Workload, tensor: int, servers: int, gpu: Gpu, constants: Constants) -> float:
-    """Prompts, of which the answers of a group share one in the cache of prefixes."""
+    """Return the seconds to prefill the prompts; the answers of a group share one in the prefix cache."""
     tokens = workload.generated / workload.prompts_shared * workload.mean_prompt
     rate = _server_rate(workload, gpu, constants) * tensor * servers
     return tokens * 2 * active_parameters(workload.shape) / rate
@@ -376,13 +379,13 @@ def _server_rate(workload: Workload, gpu: Gpu, constants: Constants) -> float:
 
 
 def offload_s(memory: Memory, constants: Constants) -> float:
-    """Return the seconds in which a rank's weights and optimizer state go to the host and come back."""
+    """Return the seconds to offload a rank's weights and optimizer state to the host and onload them again."""
     return 2 * (memory.weights + memory.optimizer) / (constants.host_gb_s * 1e9)
 
 
 def step_error(workload: Workload, constants: Constants) -> float:
-    """Return the factor that nine tenths of the published steps of the learning half are within; less where a run
-    has set the factors."""
+    """Return the factor within which nine tenths of the published steps that were learned from are predicted, or the
+    smaller `run_error` if a recorded run has set the factors."""
     if constants.generation_factor != 1.0 or constants.training_factor != 1.0:
         return constants.run_error
     return constants.expert_step_error if workload.shape.experts else constants.step_error
@@ -399,19 +402,19 @@ def sync_s(
     pauses: bool = True,
     server_gpus: int = 1,
 ) -> float:
-    """Return the seconds to bring new weights to all servers.
+    """Return the seconds to send new weights to all servers.
 
-    The ranks of a stage gather its tensors whole, over TP and EP, and one of them sends. Every GPU of a server takes
-    in all tensors and keeps its own part, so that the stages together are no faster than its link. Adapters alone go
-    by HTTP, in base64, a copy for each GPU of a server, and nothing pauses.
+    The ranks of a stage gather its tensors whole, over TP and EP, and one of them sends. Every GPU of a server receives
+    all tensors and keeps its own part, so that the stages together are no faster than its link. If only adapters are
+    sent they go by HTTP, in base64, with a copy for each GPU of a server, and nothing pauses.
 
     Args:
         workload, layout, gpu, constants: what runs.
-        near: servers are joined to the trainers by the fast links, or share their GPUs.
-        buckets: tensors are sent in buckets, each stage for itself; else one by one, and for each a server walks
+        near: the fast links connect servers and trainers, or they share GPUs.
+        buckets: each stage sends its tensors in buckets; else tensors are sent one by one, and for each a server walks
             through all of its layers (verl; load_weights of vLLM's models).
-        pauses: with the time in which servers pause and continue.
-        server_gpus: of all servers.
+        pauses: count the time in which servers pause and continue.
+        server_gpus: GPUs of all servers.
     """
     if workload.adapters and workload.adapters.alone:
         elements = sum(adapter_parameters(workload.adapters, Cut(), range(workload.shape.layers)))
@@ -432,7 +435,7 @@ def sync_s(
 
 
 def _num_tensors(shape: ModelShape) -> int:
-    """Tensors of a model's layers under their Hugging Face names."""
+    """Return the number of Hugging Face tensors in a model's layers."""
     each = 6 + 3 * shape.qkv_bias + 2 * shape.qk_norm + shape.sinks + shape.biases
     if shape.latent:
         each = 9 if shape.latent.query_rank else 7
@@ -454,7 +457,7 @@ def _linear_tensors(shape: ModelShape) -> int:
 
 
 def weight_bytes(shape: ModelShape, dtype_bytes: int) -> tuple[float, float]:
-    """Bytes of a model's weights: without its experts, and of these."""
+    """Return the bytes of a model's weights: without experts, and of the experts."""
     experts = 0
     if shape.experts:
         one = 3 * shape.hidden * shape.experts.ffn + (2 * shape.experts.ffn + shape.hidden) * shape.biases

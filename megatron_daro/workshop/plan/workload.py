@@ -24,25 +24,25 @@ from megatron_daro.config.sections import GPU_BUCKET_MIB, SHARED_FRACTION
 from megatron_daro.errors import ConfigError
 
 NUM_QUANTILES = 256
-"""Points at which a distribution of lengths is looked at."""
+"""Number of quantiles that represent a distribution of lengths."""
 DEFAULT_SPREAD = 0.8
 """Standard deviation of the logarithm of an answer's length: between those of short sums and of long proofs."""
 DEFAULT_SHARE = 0.3
-"""Mean answer as a share of the longest allowed one, where nobody says."""
+"""Mean answer as a share of the longest allowed one, unless the user gives a mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Practice:
     """What a trainer's software does with a layout; the defaults are this package's.
 
-    graphs: what of a layer the GPU starts by itself (CUDA graphs): the router, attention too ("partial"), or all.
-    fused: routing and permutation of tokens are fused kernels. once: a token goes once to each node, and not
-    once to each of its experts there. overlaps, overlaps_experts: collectives of tensor and data parallelism, and the
-    exchange between experts, run beside computation; overlaps_reduction: of the former that of gradients alone.
-    gathers: weights are gathered for each micro-batch (FSDP). balanced: each expert is given equally many tokens,
-    whatever the router says. gradient_bytes: of an element in the reduction. logprobs_at_once: micro-batches that a
-    pass without gradients takes as one. batches_at_once: whose answers servers make at the same time, the next one's as
-    soon as the first ends; 0: a batch ends before the next begins.
+    graphs: what of a layer runs as CUDA graphs: nothing, the router, also attention ("partial"), or all. fused: routing
+    and permutation of tokens are fused kernels. once: a token is sent once to each node, not once to each of its
+    experts there. overlaps: collectives of tensor, context and data parallelism run beside computation;
+    overlaps_reduction: of these at least the reduction of gradients; overlaps_experts: the exchange between experts.
+    gathers: weights are gathered for each micro-batch (FSDP). balanced: each expert gets equally many tokens, whatever
+    the router says. gradient_bytes: of an element in the reduction. logprobs_at_once: micro-batches that a pass without
+    gradients takes as one. batches_at_once: batches whose answers servers generate at the same time, a new one starting
+    as soon as the oldest ends; 0: a batch ends before the next begins.
     """
 
     graphs: Literal["none", "router", "partial", "full"] = "none"
@@ -63,8 +63,8 @@ _BY_COLUMNS = ("attention_output", "down", "linear_output")
 
 @dataclass(frozen=True, slots=True)
 class AdaptedWeight:
-    """A weight with adapters beside it, as Megatron holds it: its role (families/table.py), inputs and outputs over all
-    ranks, matrices in it that have one, the layers that it is in."""
+    """A weight with adapters beside it, as Megatron holds it. role: see families/table.py. inputs, outputs: over all
+    ranks. matrices: how many of its matrices have an adapter. layers: that have this weight."""
 
     role: str
     inputs: int
@@ -74,23 +74,23 @@ class AdaptedWeight:
 
     @property
     def whole(self) -> bool:
-        """Whether tensor parallelism does not cut it."""
+        """Whether every tensor-parallel rank holds all of it."""
         return self.role in ("q_down", "kv_down")
 
     @property
     def by_rows(self) -> bool:
-        """Whether tensor parallelism cuts its outputs, else its inputs."""
+        """Whether tensor parallelism splits its outputs. If neither this nor `whole` holds, it splits the inputs."""
         return not self.whole and self.role not in _BY_COLUMNS
 
     @property
     def of_hidden(self) -> bool:
-        """Whether its input is that of attention or of an MLP."""
+        """Whether its input is the hidden state that enters attention or an MLP."""
         return self.role not in (*_BY_COLUMNS, "q_up", "kv_up")
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Adapters of this rank, which alone are trained. alone: servers get them, and no weights."""
+    """LoRA adapters; all other weights are frozen. rank: of the adapters. alone: servers get only the adapters."""
 
     rank: int
     weights: tuple[AdaptedWeight, ...]
@@ -101,14 +101,15 @@ class Adapters:
 class Workload:
     """One training batch. Lengths in tokens; response_Q are equally likely answer lengths, ascending.
 
-    fp8: recipe of the trainers; None: without. samples: of a batch; generated: answers asked for, with oversampling;
-    extra_passes: forward passes beside training (old and reference log-probs, values); critic: the shape of the second
-    model that is trained on the same ranks; critic_offload: the two take turns on the GPUs; minibatches: of a batch;
-    batches_ahead: by which generation is ahead of training; 0: in turns; epochs: how often each is trained on.
-    servers_fp8, cache_fp8: their weights, and keys and values. recomputed: modules of a layer that are computed again
-    in the backward pass (selective recomputation). server_fraction: of a server's GPU for its weights and cache; None:
-    all that is left. server_nodes: that each server is spread over; None: as few as hold it. colocated: servers and
-    ranks take turns on the GPUs. practice: of the trainer. adapters: beside the policy's frozen weights.
+    fp8: recipe of the trainers; None: no fp8. samples: of a batch. generated: answers requested, with oversampling.
+    minibatches: of a batch. batches_ahead: how far generation is ahead of training; 0: the two alternate. extra_passes:
+    forward passes beside training (old and reference log-probs, values). longest: prompt and answer. prompts_shared:
+    answers of a group. servers_fp8, cache_fp8: whether servers hold weights, and keys and values, in fp8.
+    server_fraction: share of a server's GPU for its weights and cache; None: all that is left. server_nodes: how many
+    each server spans; None: any number. colocated: servers and ranks take turns on the GPUs. critic: shape of a second
+    model that is trained on the same ranks. critic_offload: policy and critic take turns on the GPUs. recomputed:
+    modules of a layer that the backward pass computes again (selective recomputation). epochs: how often each batch is
+    trained on. practice: of the trainer. adapters: beside the policy's frozen weights.
     """
 
     shape: ModelShape
@@ -140,17 +141,17 @@ class Workload:
 
     @property
     def smallest_minibatch(self) -> int:
-        """Samples of it: mini-batches have whole groups, as even as can be."""
+        """Samples of the smallest mini-batch; mini-batches have whole groups and are as even as possible."""
         return self.samples // self.prompts_shared // self.minibatches * self.prompts_shared
 
     @property
     def mean_response(self) -> float:
-        """Tokens."""
+        """Tokens of the mean answer."""
         return float(self.response_Q.mean())
 
     @property
     def lengths_Q(self) -> np.ndarray:
-        """Prompt and answer, float64 [Q]."""
+        """Lengths of prompt and answer together, float64 [Q]."""
         return self.mean_prompt + self.response_Q
 
     @property
@@ -163,8 +164,8 @@ def quantiles(mean: float, spread: float, longest: int) -> np.ndarray:
     """Return NUM_QUANTILES equally likely lengths of a log-normal distribution cut at `longest`.
 
     Args:
-        mean: wanted after the cut, tokens, below `longest`.
-        spread: standard deviation of the logarithm; 0: all equal.
+        mean: of the lengths after the cut, tokens; below `longest`.
+        spread: standard deviation of the logarithm; 0: all lengths are equal.
         longest: tokens.
     """
     points = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
@@ -178,7 +179,7 @@ def quantiles(mean: float, spread: float, longest: int) -> np.ndarray:
 
 
 def recorded_quantiles(lengths: np.ndarray) -> np.ndarray:
-    """Return NUM_QUANTILES equally likely lengths of those that a run recorded."""
+    """Return NUM_QUANTILES equally likely lengths that represent those of a recorded run."""
     points = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
     return np.quantile(lengths.astype(np.float64), points)
 
@@ -196,11 +197,11 @@ def workload_of(
 
     Args:
         config: resolved. shape: of its model.
-        mean_response, mean_prompt: tokens; taken from the limits where None. spread: see `quantiles`.
+        mean_response, mean_prompt: tokens; None: derived from the configured limits. spread: see `quantiles`.
         response_Q: recorded lengths instead of assumed ones.
 
     Raises:
-        ConfigError: a mean beyond the limit of the recipe.
+        ConfigError: a mean is beyond its limit in the recipe.
     """
     rollout, actor, algorithm = config.rollout, config.actor, config.algorithm
     longest = rollout.max_response_tokens
@@ -251,7 +252,7 @@ def workload_of(
 
 
 def adapters_of(config: Config, shape: ModelShape) -> Adapters | None:
-    """Return what is trained beside frozen weights (section lora), for SGLang servers; None: all weights are."""
+    """Return the adapters that are trained (section lora), with SGLang servers; None: all weights are trained."""
     if not config.lora.rank:
         return None
     served = config.model_copy(update={"engine": config.engine.model_copy(update={"kind": "sglang"})})
@@ -270,7 +271,7 @@ def adapted_weights(section: LoraSection, shape: ModelShape) -> tuple[AdaptedWei
 
 
 def _recomputed(options: Mapping[str, object]) -> frozenset[str]:
-    """Return the modules that Megatron's options recompute; upstream's default is the core of the attention."""
+    """Return the modules that Megatron recomputes with these options; its default is the core of the attention."""
     modules = options.get("recompute_modules")
     if options.get("recompute_granularity") != "selective":
         return frozenset()
@@ -278,7 +279,7 @@ def _recomputed(options: Mapping[str, object]) -> frozenset[str]:
 
 
 def _practice(actor: ActorSection, shape: ModelShape) -> Practice:
-    """Return what Megatron's options make of the trainer. The flex dispatchers send a token once to each node."""
+    """Return the practice of a trainer with these Megatron options. Flex dispatchers send a token once to each node."""
     on_transformer_engine = actor.precision != "fp32" and not shape.local_layers
     chosen = gpu_defaults(actor, experts=shape.experts is not None, transformer_engine=on_transformer_engine)
     options: Mapping[str, object] = {"overlap_grad_reduce": True, **actor.megatron, **chosen}
@@ -290,5 +291,5 @@ def _practice(actor: ActorSection, shape: ModelShape) -> Practice:
 
 
 def least_budget(workload: Workload, multiple: int) -> int:
-    """Return the smallest token budget of a micro-batch that takes the longest sample."""
+    """Return the smallest token budget of a micro-batch that holds the longest sample."""
     return math.ceil(workload.longest / multiple) * multiple

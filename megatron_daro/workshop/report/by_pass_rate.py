@@ -1,7 +1,7 @@
-"""The report's plots by pass rate: what each bin contributed, weighed and measured, against docs/algorithms.md's
-on-policy L_k, which the run records as `difficulty/predicted_loss/{k}`.
+"""The report's plots by pass rate: what each bin contributed, its weight, and its measured loss against the on-policy
+L_k of docs/algorithms.md, which the run records as `difficulty/predicted_loss/{k}`.
 
-A plot none of whose metrics was recorded is left out and named; nothing is fitted here.
+A plot is left out, and named, if none of its metrics was recorded. Nothing is fitted here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Table = dict[int, list[float | None]]
 
 
 def difficulty_section(run: RunData) -> Section:
-    """Every plot by pass-rate bin that the recorded metrics allow."""
+    """Return every plot by pass-rate bin that the recorded metrics allow."""
     makers = {
         "loss by pass rate (difficulty/loss/{k})": _loss_map,
         "weight by pass rate (difficulty/weight/{k})": _weight_map,
@@ -60,7 +60,7 @@ def _table(run: RunData, family: str) -> tuple[list[int], Table]:
 
 
 def _trained(run: RunData, table: Table) -> Table:
-    """Without bins 0 and K, which carry no signal."""
+    """Return the table without bins 0 and K, which carry no signal."""
     return {k: v for k, v in table.items() if 0 < k < (run.rollouts_per_prompt or math.inf)}
 
 
@@ -163,7 +163,7 @@ def _group_map(run: RunData) -> Plot | None:
 
 
 def bin_means(run: RunData, key: str, rows: list[dict[str, float | None]]) -> Table:
-    """Return k -> [mean over the rows] of a metric `{key}/{k}`, where a value was recorded."""
+    """Return k -> [mean over the rows] of a metric `{key}/{k}`, for each k with a recorded value."""
     means: Table = {}
     for k in run.bins(key):
         values = [v for r in rows if (v := r.get(f"{key}/{k}")) is not None]
@@ -173,29 +173,29 @@ def bin_means(run: RunData, key: str, rows: list[dict[str, float | None]]) -> Ta
 
 
 def quarters(run: RunData) -> list[tuple[str, list[dict[str, float | None]]]]:
-    """Return the steps that are compared, with a name each: all of them where they are few."""
+    """Return the steps to compare, as (name, rows): the first and the last quarter, or all if fewer than 8."""
     rows = run.train_rows
     size = max(1, len(rows) // 4)
     return [("all steps", rows)] if len(rows) < 8 else [("first quarter", rows[:size]), ("last quarter", rows[-size:])]
 
 
 def by_bin(means: Table, name: str, colour: str, **look: object) -> Trace:
-    """Return a line over the numbers of `bin_means`; `look` is plotly's."""
+    """Return a line through the means of `bin_means`; `look` has plotly's options of a trace."""
     bins = sorted(means)
     trace: Trace = {"type": "scatter", "x": bins, "y": [short(means[k][0]) for k in bins], "name": name}
     return trace | {"mode": "lines+markers", "line": {"color": colour, "width": 2}} | look
 
 
 def dots_and_rings(dots: tuple[str, Table], rings: tuple[str, Table], colour: str) -> list[Trace]:
-    """Return what was measured as a line of dots and what it is compared with as rings around them, each by its name
-    and only where there are numbers."""
+    """Return a line of dots for measured values and rings for the values to compare them with. Each is given as (name,
+    means), and left out if there are no means."""
     ring = {"size": 15, "symbol": "circle-open", "color": colour, "line": {"width": 2}}
     traces = [by_bin(means, name, colour, marker={"size": 8}) for name, means in (dots,) if means]
     return traces + [by_bin(means, name, colour, mode="markers", marker=ring) for name, means in (rings,) if means]
 
 
 def pass_rate_layout(run: RunData, y_title: str, **y_axis: object) -> dict[str, Any]:
-    """Return the layout of a plot over pass rates; `y_axis` as plotly names it."""
+    """Return the layout of a plot over pass rates; `y_axis` has plotly's options of that axis."""
     bins = range((run.rollouts_per_prompt or 1) + 1)
     axis = {"title": {"text": "pass rate (correct / rollouts)"}} | pass_rate_ticks(bins, run.rollouts_per_prompt or 1)
     return {"xaxis": axis, "yaxis": {"title": {"text": y_title}} | y_axis, "hovermode": "x unified"}
@@ -277,7 +277,7 @@ def _length_by_pass_rate(run: RunData) -> Plot | None:
 
 
 def _lengths(run: RunData, rows: list[dict[str, float | None]]) -> Table:
-    """bin -> [mean tokens per answer]: from the recorded lengths, elsewhere from token and group counts."""
+    """Return bin -> [mean tokens per answer], from recorded lengths if there are any, else from tokens and groups."""
     per_prompt = run.rollouts_per_prompt or 1
     right, wrong = (bin_means(run, f"difficulty/length_{side}", rows) for side in ("right", "wrong"))
     means: Table = {}

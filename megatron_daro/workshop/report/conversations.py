@@ -1,7 +1,7 @@
 """Recorded conversations for people: what was said and shown, how likely each token was, and sums by turn.
 
 Rows of a rollout file -> pieces of text with a shade each (the report's samples), a table by turn (report, analyze).
-Decodes with the model's tokenizer.json alone, without torch; where there is none, tokens are not coloured.
+Decodes with the model's tokenizer.json alone, without torch; if there is none, tokens are not coloured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_daro.workshop.report.page import Table
 
 Decode = Callable[[Sequence[int]], str]
 SHADES = (0.9, 0.5, 0.1, 0.01)
-"""A token has shade i where its probability is at least the i-th of these and below those before; else the last."""
+"""A token has shade i if its probability is at least the i-th of these and below those before; else the last shade."""
 _MOST_TOKENS = 1500
 _BROKEN = "\ufffd"
 _LONGEST_CHARACTER = 8
@@ -25,7 +25,7 @@ _LONGEST_CHARACTER = 8
 
 @dataclass(slots=True)
 class TurnSums:
-    """Sums over the conversations that have a turn. conversations: how many. seconds: of the environment."""
+    """Sums of one turn, over the conversations that have it. conversations: how many. seconds: of the environment."""
 
     conversations: int = 0
     observed: int = 0
@@ -36,7 +36,7 @@ class TurnSums:
     seconds: float = 0.0
 
     def add(self, turn: Mapping[str, Any], report: Mapping[str, Any]) -> None:
-        """Count one conversation. report: may be empty."""
+        """Add the turn of one conversation. report: of the environment; may be empty."""
         self.conversations += 1
         for values in (turn, report):
             for name, value in values.items():
@@ -52,7 +52,7 @@ def add_turns(sums: list[TurnSums], row: Mapping[str, Any]) -> None:
 
 
 def turns_table(sums: Sequence[TurnSums]) -> Table | None:
-    """Return means by turn; None without conversations."""
+    """Return a table of means by turn; None if there are no conversations."""
     rows = []
     for number, one in enumerate(sums, 1):
         count = max(one.conversations, 1)
@@ -65,7 +65,7 @@ def turns_table(sums: Sequence[TurnSums]) -> Table | None:
 
 
 def decoder(model: object) -> tuple[Decode | None, str]:
-    """Return what decodes a model's tokens, and why there is none.
+    """Return (function that decodes a model's tokens, ""), or (None, what the report lacks without it).
 
     Args:
         model: its directory, as the configuration has it.
@@ -87,8 +87,8 @@ def conversation_values(row: Mapping[str, Any], decode: Decode) -> list[dict[str
         row: with tokens, logprobs, turns and reports of group_columns.SCHEMA.
 
     Returns:
-        In order what the environment showed and the model said: `said`, `facts`, `pieces` (text, shade or None, what
-        the mouse tells of it), `left_out` (tokens).
+        What the environment showed and what the model said, in order. Each has `said` (whether by the model), `facts`,
+        `pieces` (text, shade or None, tooltip) and `left_out` (how many tokens).
     """
     reports, end, left, parts = iter(row.get("reports") or ()), 0, _MOST_TOKENS, list[dict[str, Any]]()
     for turn in row["turns"]:
@@ -108,8 +108,8 @@ def conversation_values(row: Mapping[str, Any], decode: Decode) -> list[dict[str
 
 
 def sequences(row: Mapping[str, Any]) -> list[tuple[int, list[str]]]:
-    """Return (depth, facts) of each sequence that an agent's model read from its first token on, as a tree: each hangs
-    on the earlier one with which it has most tokens in common at its beginning. Empty where there is but one.
+    """Return (depth, facts) of each sequence that an agent's model read from its first token on, as a tree: the parent
+    of a sequence is the earlier one with the longest common beginning. Empty if the rollout is a single sequence.
 
     Args:
         row: with prompt_tokens, tokens, turns, reports and contexts of group_columns.SCHEMA.
@@ -159,7 +159,8 @@ def _facts(logprobs: Sequence[float], report: Mapping[str, Any] | None) -> Itera
 def _pieces(
     ids: Sequence[int], logprobs: Sequence[float] | None, decode: Decode
 ) -> Iterator[tuple[str, int | None, str]]:
-    """Yield the text of each token; of those that make up one character together that of all."""
+    """Yield (text, shade, tooltip) of each token, or of several that together make up one character. Without log-probs
+    all tokens are one piece."""
     if logprobs is None:
         yield safe_text(decode(ids)), None, ""
         return

@@ -1,8 +1,8 @@
 """Reads what verl, slime or NeMo-RL logged about a run with DARO, for the report.
 
-A host's own metric files -> `RunData` under the names of docs/metrics.md -> the report. Metrics
-of the host keep their names where this package has none for them. Refuses a folder without such files, of several runs,
-or in which DARO logged nothing; says which option of the host writes what is missing.
+A host's own metric files -> `RunData` under the names of docs/metrics.md -> the report. Metrics of the host for which
+this package has no name keep their own. Refuses a folder that has no such files, has those of several runs, or in which
+DARO logged nothing; the message says which option of the host writes what is missing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Host:
     """How a host names what it logs.
 
     prefix: in front of this package's metrics. first_step: number of its first optimizer step. names: its name -> ours.
-    jsonl: whether it writes JSON lines. how: what writes the files. by_rollout: beginnings of names whose step is the
-    number of a rollout, of which each has several optimizer steps.
+    jsonl: whether it can write JSON lines. how: the options that make it write files. by_rollout: prefixes of metrics
+    that are numbered by rollout; a rollout may have several optimizer steps.
     """
 
     prefix: str
@@ -87,7 +87,7 @@ def load_host_run(directory: Path, name: str) -> RunData:
 
     Raises:
         ConfigError: no such host.
-        DataError: no file of the host is there, several runs are, one is damaged, or DARO logged nothing.
+        DataError: there are no files of the host, or those of several runs; one is damaged; or DARO logged nothing.
     """
     if name not in HOSTS:
         raise ConfigError(f"--from: got {name!r}, allowed are {', '.join(HOSTS)}")
@@ -124,7 +124,7 @@ def _shown(paths: list[Path], directory: Path) -> str:
 
 
 def _by_optimizer_step(logged: Rows, by_rollout: tuple[str, ...]) -> Rows:
-    """Move the metrics of a rollout to its last optimizer step, where the host numbers them by rollouts."""
+    """Move the metrics that the host numbers by rollout to the last optimizer step of the rollout."""
     numbers = [step for step, row in sorted(logged.items()) if any(key.startswith(by_rollout[:1]) for key in row)]
     trained = [step for step, row in logged.items() if any(not key.startswith(by_rollout) for key in row)]
     if not by_rollout or not trained or not numbers or numbers != list(range(numbers[0], numbers[-1] + 1)):
@@ -185,10 +185,10 @@ def _read_json_lines(path: Path) -> Rows:
 
 
 def _read_events(folders: list[Path], directory: Path) -> Rows:
-    """Read the event files of one run: of several folders only if no metric is in two of them.
+    """Read the event files of one run. Several folders count as one run if no metric is in two of them.
 
-    A run that was started again has several files in a folder. Processes of slime, and what NeMo-RL's hyperparameters
-    are written as, have folders of their own.
+    A restarted run has several files in one folder. slime's processes, and NeMo-RL's hyperparameters, have folders of
+    their own.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -1,4 +1,4 @@
-"""The page of a report: layout, colours and the script that draws; everything in one file, nothing from the network.
+"""The page of a report: layout, colours and the script that draws, all in one file that needs no network.
 
 Values and `Section`s -> a template (assets/*.html.j2, which escape every text) -> one HTML document. A content security
 policy allows exactly the page's own two scripts (by hash) and no connection at all, so text from a model could do
@@ -32,8 +32,8 @@ _ASSETS = Path(__file__).parent / "assets"
 class Page:
     """What a page consists of.
 
-    template: name of a file of `folder` or of assets/ that extends page.html.j2; its blocks `head` and `tail` stand
-    around the plots. values: what it draws; all text among them is escaped.
+    template: name of a file in `folder` or assets/ that extends page.html.j2; its blocks `head` and `tail` come before
+    and after the plots. values: what the template shows; all text among them is escaped.
     """
 
     title: str
@@ -54,10 +54,10 @@ class Table:
 
 
 def write_page(page: Page, target: Path, *, what: str, option: str) -> None:
-    """Write the document whole or not at all; folders are made.
+    """Write the document whole or not at all, and create missing folders.
 
     Args:
-        what: it is, and option: that names another place, for the message.
+        what, option: for the message: what the page is, and the option that names another place.
 
     Raises:
         DataError: it cannot be written.
@@ -104,7 +104,7 @@ def render(page: Page) -> str:
 
 
 def script_json(value: object) -> str:
-    """JSON that may stand inside a `<script>` element: no character in it can end the element or start a comment.
+    """Return JSON that is safe inside a `<script>` element: no character can end the element or start a comment.
 
     Args:
         value: what `json.dumps` accepts; NaN and infinity are refused.
@@ -125,7 +125,7 @@ COLOURS = ("#2f7ed8", "#d9730d", "#2a9d68", "#c9408f", "#8466d6", "#a98200", "#1
 SEQUENTIAL = "@sequential"
 DIVERGING = "@diverging"
 PERCENT = ".2~%"
-"""Ticks of a small share differ, and those of a large one have no zeros behind the point."""
+"""Two decimals without trailing zeros: ticks of small shares differ, and those of large shares stay short."""
 _FEW_POINTS = 20
 
 Trace = dict[str, Any]
@@ -142,7 +142,7 @@ class Plot:
 
     @property
     def unchanged(self) -> str:
-        """What a plot over steps would show, in words, where no line of it ever changes; else empty."""
+        """The constant values of a plot over steps, in words, if none of its lines ever changes; else empty."""
         if self.layout.get("xaxis") != x_steps() or any(trace["type"] != "scatter" for trace in self.traces):
             return ""
         named = [trace for trace in self.traces if trace.get("showlegend", True)]
@@ -170,17 +170,17 @@ class Line:
 
 
 def short(value: float | None) -> float | None:
-    """Five significant digits: what a screen can show, a third of the bytes."""
+    """Round to five significant digits: what a screen can show, in a third of the bytes."""
     return None if value is None else float(f"{value:.5g}")
 
 
 def lines(run: RunData, wanted: Sequence[Line], *, smoothed: bool = True) -> list[Trace]:
-    """Traces of the metrics that were recorded; noisy ones get a faint raw line and a moving mean on top.
+    """Return traces of the metrics that were recorded; smoothed ones have a faint raw line and a moving mean on top.
 
     Args:
         run: the run.
-        wanted: what to draw; keys that were not recorded are left out. Where colours come again, lines are dashed.
-        smoothed: draw the moving mean when there are at least 20 points.
+        wanted: what to draw; keys that were not recorded are left out. Lines whose colour repeats are dashed.
+        smoothed: draw the moving mean if there are at least 20 points.
     """
     traces: list[Trace] = []
     for index, line in enumerate(wanted):
@@ -220,17 +220,17 @@ def x_steps() -> dict[str, Any]:
 
 
 def layout(y_title: str, **more: object) -> dict[str, Any]:
-    """Layout of a plot over steps. Keyword arguments of the y axis as plotly names them; `y_title` carries the unit."""
+    """Return the layout of a plot over steps. `y_title` has the unit; `more` has plotly's options of the y axis."""
     return {"xaxis": x_steps(), "yaxis": {"title": {"text": y_title}} | more, "hovermode": "x unified"}
 
 
 def percent(y_title: str, **more: object) -> dict[str, Any]:
-    """Layout of a plot of fractions, drawn as percent."""
+    """Return the layout of a plot of fractions, drawn as percent."""
     return layout(y_title, tickformat=PERCENT, rangemode="tozero", **more)
 
 
 def pass_rate_ticks(bins: Sequence[int], rollouts_per_prompt: int) -> dict[str, Any]:
-    """Return an axis of pass-rate bins: at most nine labels k/K."""
+    """Return the ticks of an axis of pass-rate bins: at most nine labels k/K."""
     stride = max(1, -(-len(bins) // 9))
     shown = list(bins)[::stride]
     return {"tickvals": shown, "ticktext": [f"{k}/{rollouts_per_prompt}" for k in shown]}
@@ -248,7 +248,7 @@ def heat_map(
     colorbar: Mapping[str, object] = {},
     **colour: object,
 ) -> Plot:
-    """Pass-rate bins over steps as colour.
+    """Return a heat map with a column per step and a row per pass-rate bin.
 
     Args:
         run: gives K for the labels.

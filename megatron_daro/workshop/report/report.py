@@ -3,8 +3,8 @@
 Reads metrics.jsonl, config.yaml and rollouts/ of a run directory, or the metric files of a host (`host_metrics`), and
 writes report.html. Needs no network, no torch and no running job, leaves everything else in the directory alone, and
 names what was not recorded. It shows some groups of the first, middle and last recorded step and of the newest
-untrainable batch: text written by a model, so it is cut to a length and escaped. A rollout file that is torn or of
-another shape is left out and named.
+untrainable batch; their text is written by a model, so it is cut to a length and escaped. A rollout file that is torn
+or lacks columns is left out and named.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Samples:
-    """Some groups of one file. verdicts, turns: of what was read of it: how often each reason was given, and sums by
-    turn of conversations."""
+    """Some groups of one file. verdicts, turns: over all groups that were read, how often each reason was given, and
+    means by turn of conversations."""
 
     step: int
     untrainable: bool
@@ -82,7 +82,8 @@ class Samples:
 
 
 def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
-    """Return samples of recorded steps in order, then of an untrainable batch; and a line for each thing left out.
+    """Return samples of recorded steps in order, then of the newest untrainable batch; and a line for each file that is
+    left out.
 
     Args:
         run_dir: the run directory.
@@ -111,7 +112,7 @@ def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
 
 
 def _with_groups(steps: Sequence[tuple[str, int, Path]], number: int) -> tuple[str, int, Path]:
-    """Return the last file up to this one that has groups: a step that goes over a batch again has none of its own."""
+    """Return the last file up to this number that has groups: a step that trains on a batch again records none."""
     return next((steps[i] for i in range(number, 0, -1) if _has_rows(steps[i][2])), steps[0])
 
 
@@ -119,11 +120,11 @@ def _has_rows(path: Path) -> bool:
     try:
         return pq.read_metadata(path).num_rows > 0
     except (OSError, pa.ArrowException):
-        return True  # whoever reads it says that it is damaged
+        return True  # reading it will report the damage
 
 
 def _file_values(file: Samples, decode: Decode | None) -> dict[str, Any]:
-    """Return what the template says of one file."""
+    """Return what the template shows of one file."""
     groups = [_group_values(group, decode) for group in file.groups]
     verdicts = Counter(file.verdicts).most_common()
     return {
@@ -136,8 +137,8 @@ def _file_values(file: Samples, decode: Decode | None) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Iterator[Group]:
-    """Return the groups of a file with at least one rollout, until enough was read. Raises ValueError when it is
-    torn."""
+    """Yield the groups of a file that have a rollout, until enough bytes were read. Raises ValueError if columns are
+    missing, and what Arrow raises if the file is torn."""
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         if missing := [name for name in (*_COLUMNS, *_OF_CONVERSATIONS) if name not in file.schema_arrow.names]:
             raise ValueError(f"it has no columns {', '.join(missing)}")
@@ -163,7 +164,7 @@ def _has_conversations(file: pq.ParquetFile) -> bool:
 
 
 def _pick(groups: list[Group]) -> list[Group]:
-    """Return groups with both verdicts first, since they are the ones that train; spread over the pass rates."""
+    """Return some groups: first those with both verdicts, which are the ones that train, spread over the pass rates."""
     mixed = sorted((g for g in groups if g.mixed), key=lambda g: g.correct / len(g.rollouts))
     count = min(_GROUPS_PER_FILE, len(mixed))
     spread = [mixed[round(i * (len(mixed) - 1) / max(1, count - 1))] for i in range(count)]
@@ -171,7 +172,7 @@ def _pick(groups: list[Group]) -> list[Group]:
 
 
 def _shown(group: Group) -> Sequence[Mapping[str, Any]]:
-    """Return a right and a wrong answer; where all are alike, two of them."""
+    """Return a right and a wrong answer; if all have the same verdict, two of them."""
     if group.mixed:
         return [next(r for r in group.rollouts if bool(r["correct"]) == wanted) for wanted in (True, False)]
     return group.rollouts[:2]
@@ -200,7 +201,7 @@ def _rollout_values(rollout: Mapping[str, Any], decode: Decode | None = None) ->
 
 
 def _lengths(rollout: Mapping[str, Any]) -> list[str]:
-    """Return how long it is; of a conversation what was observed apart from what was generated."""
+    """Return the rollout's length in words; for a conversation, generated and observed tokens separately."""
     turns = rollout.get("turns")
     if not turns:
         return [f"{rollout['length']} tokens"]
@@ -249,7 +250,7 @@ def write_report(run_dir: Path, output: Path | None = None, *, host: str | None 
 
 
 def _headings(prompts: Sequence[str]) -> dict[str, str]:
-    """Return prompt -> how it begins, without the first and last lines that all of several prompts share: those are the
+    """Return prompt -> its beginning. First and last lines that several prompts all share are left out: they are the
     template's."""
     lines = {prompt: prompt.splitlines() for prompt in prompts}
     shortest = min(map(len, lines.values()), default=0)
@@ -315,7 +316,7 @@ def _status(run: RunData) -> str:
 
 
 def _origin(run: RunData) -> Iterator[str]:
-    """Yield size of a batch, model, and when the run began."""
+    """Yield the size of a batch, the model, and when the run began."""
     yield _version(run)
     if model := run.setting("model", "path"):
         yield f"model {safe_text(model, 120, one_line=True)}"

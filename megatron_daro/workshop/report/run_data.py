@@ -1,7 +1,7 @@
 """Reads a run directory for the report: metrics, configuration, and what is worth knowing about both.
 
-RUN/metrics.jsonl and RUN/config.yaml -> `RunData` -> plots and tables. It copes with a run
-that is still going, with metric families that are missing, and with long runs (it averages neighbouring steps).
+RUN/metrics.jsonl and RUN/config.yaml -> `RunData` -> plots and tables. It copes with a run that is still going, with
+missing metric families, and with long runs (it averages neighbouring steps).
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class RunData:
         return [int(s) for s, _ in pairs], [v for _, v in pairs]  # type: ignore[arg-type,misc]
 
     def values(self, key: str) -> list[float]:
-        """Every recorded value of one metric, unaveraged."""
+        """Return every recorded value of one metric, unaveraged."""
         return [v for row in self.rows if (v := row.get(key)) is not None]
 
     def total(self, key: str) -> float:
-        """Sum over all steps."""
+        """Return the sum of a metric over all steps."""
         return math.fsum(self.values(key))
 
     def under(self, prefix: str) -> list[str]:
-        """Keys that start with `prefix`, in order."""
+        """Return the keys that start with `prefix`, in order."""
         return sorted(k for k in self.keys if k.startswith(prefix))
 
     def bins(self, family: str) -> list[int]:
@@ -73,7 +73,7 @@ class RunData:
 
     @cached_property
     def rollouts_per_prompt(self) -> int | None:
-        """K, from the configuration or else from the highest bin; None when neither says it."""
+        """K, from the configuration or else from the highest bin; None if neither has it."""
         configured = self.setting("rollout", "rollouts_per_prompt")
         if isinstance(configured, int) and configured >= 1:
             return configured
@@ -117,7 +117,7 @@ def run_of_rows(
 
 
 def mean_lengths(row: Row) -> dict[str, float | None]:
-    """Mean trained tokens of right and of wrong answers over all bins of a step, as `derived/length_{right,wrong}`.
+    """Return the mean trained tokens of right and wrong answers over a step's bins, as `derived/length_{right,wrong}`.
 
     A bin with g groups holds g * k right answers and g * (K - k) wrong ones.
     """
@@ -134,18 +134,18 @@ def mean_lengths(row: Row) -> dict[str, float | None]:
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:
-    """Centred moving mean over up to `2 * reach + 1` values (fewer at the ends)."""
+    """Return the centred moving mean over up to `2 * reach + 1` values (fewer at the ends)."""
     return [fmean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
 
 
 def ends_of(values: Sequence[float]) -> tuple[float, float, int]:
-    """(mean of the first values, mean of the last, how many): a tenth of them each, from 1 to 10."""
+    """Return (mean of the first values, mean of the last, how many): a tenth of them each, but between 1 and 10."""
     count = max(1, min(10, len(values) // 10))
     return fmean(values[:count]), fmean(values[-count:]), count
 
 
 def _average(rows: Sequence[Row]) -> dict[str, float | None]:
-    """One row for several: the mean of the recorded values, at the step of the last."""
+    """Return one row for several: the means of the recorded values, at the step of the last row."""
     keys = dict.fromkeys(k for row in rows for k in row if k != "step")
     merged: dict[str, float | None] = {"step": rows[-1]["step"]}
     for key in keys:
@@ -155,8 +155,7 @@ def _average(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def _read_config(path: Path) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the file's text (secrets blanked) and its content; a file that is no YAML mapping is still shown as
-    text."""
+    """Return the file's text (secrets blanked) and its content, which is empty if the file is no YAML mapping."""
     if not path.is_file():
         return None, {}
     text = path.read_text(encoding="utf-8", errors="replace")

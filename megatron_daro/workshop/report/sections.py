@@ -1,7 +1,7 @@
 """The report's plots over time: which sections there are, what each shows and how to read it.
 
-A plot none of whose metrics was recorded is left out and named. Plots by pass rate are in by_pass_rate.py, those of a
-critic in critic.py.
+A plot is left out, and named, if none of its metrics was recorded. Plots by pass rate are in by_pass_rate.py, those of
+a critic in critic.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Maker = Callable[[RunData], Plot | None]
 
 
 def build_sections(run: RunData) -> list[Section]:
-    """Every section in page order; a section without any plot still says what was missing."""
+    """Return every section in page order; a section without any plot still says what was missing."""
     return [
         _section(run, "Accuracy and reward", {"accuracy": _accuracy, "reward": _reward, **_evaluations(run)}),
         difficulty_section(run),
@@ -55,7 +55,7 @@ def _plot(
 
 
 def _evaluation_names(run: RunData) -> list[str]:
-    """Names of evaluation sets: keys `eval/{name}/accuracy`."""
+    """Return the names of evaluation sets, from keys `eval/{name}/accuracy`."""
     keys = [k.split("/") for k in run.under("eval/")]
     return list(dict.fromkeys(k[1] for k in keys if len(k) >= 3 and k[2] == "accuracy"))
 
@@ -84,7 +84,7 @@ def _reward(run: RunData) -> Plot | None:
 
 
 def _evaluations(run: RunData) -> dict[str, _Maker]:
-    """One plot for each set: their levels, of all of them together, are too many lines to be read."""
+    """Return a plot for each set, since the levels of all sets would be too many lines for one."""
     names = _evaluation_names(run)
     if not names:
         return {"evaluation": lambda run: None}

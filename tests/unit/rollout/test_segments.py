@@ -73,6 +73,16 @@ def test_an_answer_gets_a_segment_in_each_batch_until_it_is_whole(finish_batch):
             assert request.limits[index] == begun + SEGMENT
 
 
+def test_an_answer_goes_on_in_a_batch_that_surplus_fills():
+    parts = setup(rollout={**ROLLOUT, "prompts_per_batch": 1, "oversampling": 3.0}, engine=RoundsEngine())
+    first = sample(parts)
+    assert ids(first.groups) == [1] and ids(first.snapshot.surplus) == [2] and ids(first.snapshot.unfinished) == [0]
+    train(parts, first)
+    parts.engine.asked = []
+    second = sample(parts, 1)
+    assert ids(second.groups) == [2] and [request.group_id for request in parts.engine.asked] == [0]
+
+
 class Reader:
     """A teacher that writes down what it reads."""
 

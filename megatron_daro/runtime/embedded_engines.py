@@ -111,7 +111,7 @@ class _Replica:
         return f"engine {self.number}"
 
 
-class EngineGroup:
+class EmbeddedEngines:
     """The embedded engines of a run."""
 
     def __init__(self, run: RunContext, placement: Placement) -> None:
@@ -370,7 +370,7 @@ class _GroupUpdate:
     gets an update of its own. No probe is needed: a replica knows every tensor that it must get, and refuses if one is
     missing."""
 
-    def __init__(self, group: EngineGroup, version: int, only: _Replica | None = None) -> None:
+    def __init__(self, group: EmbeddedEngines, version: int, only: _Replica | None = None) -> None:
         self._group, self._version, self._only = group, version, only
         self._taking: dict[_Replica, ActorHandle] = {}
         self._installed = False

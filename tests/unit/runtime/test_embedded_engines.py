@@ -10,8 +10,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from run_configuration import run_context
 
 from megatron_daro.errors import EngineError, LostReceiversError, ModelError, SyncError, WorkerError
-from megatron_daro.runtime import embedded_group
-from megatron_daro.runtime.embedded_group import EngineGroup
+from megatron_daro.runtime import embedded_engines
+from megatron_daro.runtime.embedded_engines import EmbeddedEngines
 from megatron_daro.sync.plan import SendFailure, SendReport
 
 
@@ -80,13 +80,13 @@ class Group:
             return make
 
         made = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=remote(options)))
-        monkeypatch.setattr(embedded_group, "actor_class", lambda _: made)
+        monkeypatch.setattr(embedded_engines, "actor_class", lambda _: made)
 
         def kill(worker, no_restart):
             worker.killed = True
             worker.die()
 
-        monkeypatch.setattr(embedded_group.ray, "kill", kill)
+        monkeypatch.setattr(embedded_engines.ray, "kill", kill)
         embedded = {"batch_size": 5, "threads": 2, "max_restarts": max_restarts}
         engine = {"replicas": replicas, "seed": 7, "embedded": embedded}
         run = run_context(
@@ -95,7 +95,7 @@ class Group:
             actor={"precision": "bf16"},
             engine=engine,
         )
-        self.engines = EngineGroup(run, SimpleNamespace(server=lambda number: {"place": number}))
+        self.engines = EmbeddedEngines(run, SimpleNamespace(server=lambda number: {"place": number}))
 
     async def served(self):
         """Start, and give everybody weights."""
