@@ -7,9 +7,9 @@ Reads the same configuration. Plain torch and transformers do the sampling and t
 the formulas. The second form trains on the rollouts that a real run recorded, and compares losses per pass-rate bin,
 DARO weights, gradient norms and the rest with that run's metrics.jsonl; it ends with exit code 1 if they differ.
 
-Left out: what makes it fast or safe (parallelism, packing, sampling ahead, asking for more than is missing,
+Left out: what makes it fast or safe (parallelism, packing, sampling ahead, asking for more groups than are missing,
 checkpoints, verifier processes), and the limit of a prompt's length. Refuses other options that change what is trained
-and that it does not implement.
+and are not implemented here.
 Letters: N samples, M samples of one forward pass, S positions, V vocabulary, K rollouts per prompt.
 """
 
@@ -73,7 +73,7 @@ class Trainer:
         self.config, self.optimizer_steps, self.size = config, 0, config.rollout.rollouts_per_prompt
         self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
         embedding: Any = self.model.get_input_embeddings()
-        embedding.padding_idx = None  # else a pad token that an answer has would get no gradient
+        embedding.padding_idx = None  # else a pad token in an answer would get no gradient
         rollout = config.rollout
         sizes: dict[str, Any] = {"rollouts_per_prompt": self.size, "max_response_tokens": rollout.max_response_tokens}
         self.algorithm = make_algorithm(**config.algorithm.arguments(**sizes))
@@ -85,7 +85,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW([decayed, others], betas=section.betas, eps=section.eps)
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """One optimizer step of the policy, then one of the weights. Returns metrics under the run's keys."""
+        """Take one optimizer step of the policy, then one of the weights. Return metrics under the run's keys."""
         section = self.config.actor.optimizer
         groups_N, rewards_N = torch.tensor([s.group for s in samples]), torch.tensor([s.reward for s in samples])
         bins_N = pass_rate_bins(torch.tensor([s.correct for s in samples]), groups_N, self.size)
@@ -112,7 +112,7 @@ class Trainer:
     def _backward(
         self, columns: Mapping[str, Tensor], bins_M: Tensor, advantages_M: Tensor, coefficients_M: Tensor, sums: Any
     ) -> None:
-        """Forward and backward of some samples; adds up what is reported."""
+        """Run forward and backward of some samples, and add to `sums` what is reported."""
         algorithm, mask_MS = self.config.algorithm, columns["mask"]
         logits_MSV = self.model(columns["tokens"], attention_mask=columns["attention"]).logits[:, :-1].float()
         all_MSV = torch.log_softmax(logits_MSV / self.config.rollout.temperature, dim=-1)
@@ -146,7 +146,7 @@ class Trainer:
 
 
 def token_columns(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Samples as rows, padded behind. `mask` and `sampled` belong to the token that a position predicts: [M, S-1]."""
+    """Return samples as rows, padded at the end. `mask` and `sampled` [M, S-1] are of the token a position predicts."""
     tokens = [torch.tensor(s.prompt + s.response) for s in samples]
     attention = [torch.ones_like(row) for row in tokens]
     mask = [torch.tensor([False] * (len(s.prompt) - 1) + [True] * len(s.response)) for s in samples]
@@ -159,7 +159,7 @@ def token_columns(samples: Sequence[Sample]) -> dict[str, Tensor]:
 def generate(
     model: Any, prompts: Sequence[list[int]], *, limit: int, temperature: float, stop: int, noise: torch.Generator
 ) -> list[tuple[list[int], list[float]]]:
-    """One answer per prompt, all at once: (token ids with the stop token, log-probs). Temperature 0 is greedy."""
+    """Return one answer per prompt: (token ids with the stop token, log-probs). Temperature 0 is greedy."""
     width = max(map(len, prompts))
     tokens = torch.tensor([[stop] * (width - len(p)) + p for p in prompts])  # padded in front; never looked at
     attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
@@ -192,7 +192,7 @@ class Asker:
         self.noise, self.groups = torch.Generator().manual_seed(config.trainer.seed), 0
 
     def ask(self, problems: Sequence[Mapping[str, str]], rollouts: int, temperature: float) -> list[list[Sample]]:
-        """`rollouts` answers to each problem."""
+        """Return `rollouts` answers to each problem."""
         rows = [problem for problem in problems for _ in range(rollouts)]
         texts = [self.config.data.template.replace("{prompt}", row["problem"]) for row in rows]
         prompts = self.tokenizer(texts)["input_ids"]
@@ -209,7 +209,7 @@ class Asker:
         return [samples[i : i + rollouts] for i in range(0, len(samples), rollouts)]
 
     def batch(self, stream: Iterator[Mapping[str, str]]) -> tuple[list[Sample], float]:
-        """Groups with 0 < pass rate < 1, refilled up to a full batch; and the accuracy of all that was sampled."""
+        """Return groups with 0 < pass rate < 1, refilled up to a full batch, and the accuracy of all samples."""
         section, kept, seen = self.config.rollout, [], []
         missing = section.prompts_requested
         for _ in range(section.max_refill_rounds + 1):
@@ -221,7 +221,7 @@ class Asker:
         return kept[: section.batch_rollouts], sum(s.correct for s in seen) / len(seen)
 
     def evaluate(self) -> dict[str, float]:
-        """Accuracy on every held-out set, and by category."""
+        """Return the accuracy on every held-out set, and by category."""
         found: dict[str, list[bool]] = defaultdict(list)
         for held_out in self.config.data.eval:
             problems = read_json_lines(held_out.path)[: held_out.max_prompts]
@@ -233,12 +233,12 @@ class Asker:
 
 
 def read_json_lines(*paths: Path) -> list[dict[str, Any]]:
-    """The objects in the lines of some files."""
+    """Return the objects in the lines of some files."""
     return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]
 
 
 def train(config: Config) -> int:
-    """Sample, train, repeat; accuracy on the held-out sets at both ends. Returns 0."""
+    """Sample, train, repeat; print held-out accuracy at both ends and every `eval_every_steps`. Return 0."""
     trainer = Trainer(config)
     asker = Asker(config, trainer.model)
     problems, rng = read_json_lines(*config.data.train), random.Random(config.trainer.seed)
@@ -260,7 +260,7 @@ def train(config: Config) -> int:
 
 
 def replay(run: Path, config: Config, steps: int) -> int:
-    """Train on the recorded rollouts of the first steps. Returns 0 if all metrics equal the recorded ones, else 1."""
+    """Train on the recorded rollouts of the first steps. Return 0 if all metrics equal the recorded ones, else 1."""
     trainer, worst = Trainer(config), 0.0
     recorded = {int(line["step"]): line for line in read_json_lines(run / "metrics.jsonl")}
     for step in recorded_steps(run)[:steps]:
@@ -290,7 +290,7 @@ def check_supported(config: Config) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code."""
+    """Run the command line. Return the exit code."""
     parser = argparse.ArgumentParser(description="DARO in one file and one process.")
     parser.add_argument("config", nargs="?", type=Path, help="YAML file; with --replay that of the run by default")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="options that replace those of the file")

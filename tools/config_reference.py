@@ -1,8 +1,8 @@
 """Write docs/configuration.md from the sections of megatron_daro.config and the fields of Slurm's cluster file; with
 --check, say whether it is up to date.
 
-Place in the data flow: none; run by people after a change of the sections, and by a test. Every word of the lists
-comes from the field docstrings, annotations and defaults, and from those of the constructors of algorithms.
+Run by people after a change of the sections, and by a test. Every word of the lists comes from the field docstrings,
+annotations and defaults, and from those of the constructors of algorithms.
 
     python tools/config_reference.py [--check]
 """
@@ -71,7 +71,7 @@ CLUSTER_FILE = """A file of its own, for `megatron-daro submit --cluster FILE` (
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [HEAD]
     for name, field in Config.model_fields.items():
         if (section := section_of(field.annotation)) is not None:
@@ -87,7 +87,7 @@ def reference() -> str:
 
 
 def _list(prefix: str, section: type[Section], only: Collection[str] = ()) -> Iterator[str]:
-    """The section's own options, then each of its sections: a line that names it, and its options."""
+    """Yield the section's own options, then for each of its sections a line that names it, and its options."""
     for name, field in section.model_fields.items():
         if not is_section(strip(field.annotation)[0]) and (not only or name in only):
             description = " ".join((field.description or "").split())
@@ -100,7 +100,7 @@ def _list(prefix: str, section: type[Section], only: Collection[str] = ()) -> It
 
 
 def _options_of_algorithms() -> Iterator[str]:
-    """What `algorithm.options` may hold, by `algorithm.name`; names that share a constructor stand together."""
+    """Yield what `algorithm.options` may hold, by `algorithm.name`; names with the same options share a list."""
     with_options = {
         name: found
         for name, own in {**ALGORITHMS, **WITH_CRITIC}.items()
@@ -113,7 +113,7 @@ def _options_of_algorithms() -> Iterator[str]:
 
 
 def _options_of_verifiers() -> Iterator[str]:
-    """What `reward.options` may hold, by the verifiers that take it."""
+    """Yield what `reward.options` may hold, by the verifiers that take it."""
     known = {name: option for options in OPTIONS.values() for name, option in options.items()}
     takers = {name: " or ".join(verifier for verifier in OPTIONS if name in OPTIONS[verifier]) for name in known}
     for verifiers, names in groupby(known, key=takers.__getitem__):
@@ -122,7 +122,7 @@ def _options_of_verifiers() -> Iterator[str]:
 
 
 BY_NAME = {"algorithm": _options_of_algorithms, "reward": _options_of_verifiers}
-"""Sections whose mapping `options` holds what the class that they name takes."""
+"""Sections whose mapping `options` holds arguments of the class that the section names."""
 
 
 def _constructor(path: str, options: Mapping[str, Option]) -> Iterator[str]:
@@ -139,7 +139,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """What a field allows, shorter than in error messages: the default shows the type, and null if it is allowed."""
+    """Return what a field allows, shorter than in error messages: the default shows the type, and whether null is."""
     if section_of(field.annotation) is not None:
         return "list of the mappings below"
     names = choices(field.annotation, field.metadata)
@@ -154,7 +154,7 @@ def _allowed(field: FieldInfo) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or compare it."""
+    """Write the page, or compare it with the file."""
     text = reference()
     if "--check" in arguments:
         if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:

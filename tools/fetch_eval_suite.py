@@ -25,7 +25,7 @@ _TRIES, _TIMEOUT_S, _PAUSE_S = 3, 60.0, 2.0
 
 @dataclass(frozen=True)
 class Source:
-    """One file. path: of the file in the repository at the commit. rows: lines that it has."""
+    """One file. path: in the repository at the commit. rows: number of its lines."""
 
     repository: str
     commit: str
@@ -34,7 +34,7 @@ class Source:
     rows: int
 
     def url(self, mirror: str) -> str:
-        """Return where it is."""
+        """Return its address."""
         return f"{mirror.rstrip('/')}/{self.repository}/{self.commit}/{self.path}"
 
 
@@ -112,7 +112,7 @@ def fetched(name: str, mirror: str) -> bytes:
 
 
 def copied(name: str, folder: Path) -> bytes:
-    """Return a file of a folder, whatever it is called there. Raises FetchError where none is the published one."""
+    """Return the published file from a folder, whatever it is called there. Raises FetchError where it is missing."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() == SOURCES[name].sha256:
@@ -123,7 +123,7 @@ def copied(name: str, folder: Path) -> bytes:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Fetch what is missing. Returns the exit code."""
+    """Fetch what is missing. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("eval_data"), help="folder for the files")
     parser.add_argument("--from", dest="folder", type=Path, help="folder with the files, where there is no network")

@@ -59,7 +59,7 @@ Row = dict[str, Any]
 
 
 def parts() -> dict[str, dict[str, Any]]:
-    """Title of a part -> its items, what is worth most first: what never ran, then what did."""
+    """Return title of a part -> its items, those worth most first."""
     from gpu_checks import CHECKS, gpus_of
     from gpu_measures import MEASURES
 
@@ -75,13 +75,13 @@ def parts() -> dict[str, dict[str, Any]]:
 
 
 def expected_s(name: str, rows: Iterable[Row]) -> float:
-    """Seconds that an item took when it last ended well on any machine; else a guess, for a GPU."""
+    """Return the seconds that an item took when it last ended well on any machine; else a guess, for a GPU."""
     took = [row["seconds"] for row in rows if row["name"] == name and row["result"] in DONE]
     return took[-1] if took else 120.0 if name.startswith("ten steps") else 30.0
 
 
 def read(path: Path) -> list[Row]:
-    """All results so far, the last of each item on each machine."""
+    """Return all results so far, the last of each item on each machine."""
     if not path.exists():
         return []
     rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
@@ -94,7 +94,7 @@ def append(path: Path, row: Row) -> None:
 
 
 def facts(device: Any) -> dict[str, str]:
-    """What the numbers are of."""
+    """Return the GPUs and packages that the numbers are of."""
     import torch
 
     found = {"python": platform.python_version(), "GPU": "none (a rehearsal on the CPU)"}
@@ -131,7 +131,7 @@ def main() -> int:
 
 
 def prove(given: argparse.Namespace) -> int:
-    """Run the items. Returns the exit code."""
+    """Run the items. Return the exit code."""
     import torch
 
     if not torch.cuda.is_available() and not given.rehearse:
@@ -153,8 +153,8 @@ def lines(path: Path) -> list[str]:
 
 
 def supervise(out: Path, until: float, start: Callable[[float, str], int]) -> int:
-    """Have processes run all items until then. start: (until, name of the item to begin after) -> exit code. Returns
-    that of a process which ended otherwise than within an item, or 0."""
+    """Run all items in other processes, until a time. start: (until, name of the item to begin after) -> exit code.
+    Return 0, or the exit code of a process that ended outside an item."""
     after = ""
     while code := start(until, after):
         last = json.loads((lines(out) or ["{}"])[-1])
@@ -170,7 +170,7 @@ def supervise(out: Path, until: float, start: Callable[[float, str], int]) -> in
 
 
 def child(given: argparse.Namespace, until: float, after: str) -> int:
-    """Run items in a process of their own; end whatever it leaves behind. Returns its exit code."""
+    """Run items in a process of their own, and end whatever it leaves behind. Return its exit code."""
     import psutil
 
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what an item leaves behind becomes a child of this process
@@ -189,7 +189,7 @@ def child(given: argparse.Namespace, until: float, after: str) -> int:
 
 
 def run_items(given: argparse.Namespace) -> int:
-    """Run what fits into the time, in order; a line for each before it begins and when it ended."""
+    """Run the items that fit into the time, in order; write a line for each before it begins and when it has ended."""
     warnings.simplefilter("ignore")
     from megatron_daro.actor import device as devices
     from megatron_daro.actor import parallel
@@ -235,7 +235,7 @@ def run_item(run: Any, device: Any) -> Row:
                 said = f"{found.difference:.2e} of at most {found.tolerance:.0e} {found.of}"
         except NotHereError as reason:
             result, said = "not here", str(reason)
-        except Exception as error:  # a supervisor's border: the other items still run, and this one counts as failed
+        except Exception as error:  # a boundary: the other items still run, and this one counts as failed
             traceback.print_exc()
             result, said = "ERROR", f"{type(error).__name__}: {error}"[:300]
         if on_gpu:
@@ -247,7 +247,7 @@ def run_item(run: Any, device: Any) -> Row:
 
 
 def write_report(out: Path) -> list[Path]:
-    """Write the page beside the results, and the part of verified.md there that is theirs. Returns what was written."""
+    """Write the page beside the results, and their part of the verified.md there. Return the files."""
     rows, verified = read(out), out.parent / "verified.md"
     written = {out.with_suffix(".md"): [*PAGE, *page(rows)]}
     if verified.exists():
@@ -259,7 +259,7 @@ def write_report(out: Path) -> list[Path]:
 
 
 def machines(rows: list[Row]) -> Iterator[tuple[list[str], dict[str, list[Row]]]]:
-    """What is said of each machine, and its results by part, in order."""
+    """Yield the heading of each machine, and its results by part, in order."""
     for on in {json.dumps(row["on"]): row["on"] for row in rows}.values():
         own = {row["name"]: row for row in rows if row["on"] == on}
         packages = ", ".join(f"{name} {value}" for name, value in on.items() if name != "GPU")
@@ -269,7 +269,7 @@ def machines(rows: list[Row]) -> Iterator[tuple[list[str], dict[str, list[Row]]]
 
 
 def page(rows: list[Row]) -> Iterator[str]:
-    """Every item by machine and part, under what its function says of itself."""
+    """Yield every item by machine and part, under the first paragraph of its function's docstring."""
     items = [item for some in parts().values() for item in some.items()]
     said_by = {name: " ".join(getattr(run, "func", run).__doc__.split("\n\n")[0].split()) for name, run in items}
     for said, some in machines(rows):
@@ -289,7 +289,7 @@ def page(rows: list[Row]) -> Iterator[str]:
 
 
 def summary(rows: list[Row]) -> Iterator[str]:
-    """The part of docs/verified.md: counts of each machine and part, and what no machine has shown."""
+    """Yield the part of docs/verified.md: counts of each machine and part, and the items that no machine has passed."""
     shown = {row["name"] for row in rows if row["result"] in DONE}
     for said, some in machines(rows):
         yield from ["#" + said[0], *said[1:]]

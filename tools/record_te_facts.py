@@ -1,12 +1,11 @@
-"""Record what Transformer Engine's layers of our models are called and shaped, and that a checkpoint of them loads.
+"""Record names and shapes of our models' Transformer Engine layers, and that a checkpoint of them loads.
 
     python tools/record_te_facts.py    # writes tests/contract/facts_of_transformer_engine/megatron_core_VERSION.json
 
-Place in the data flow: none; run by people, in an environment with Transformer Engine (docs/gpu.md; no GPU is needed),
-once for each Megatron-core: the oldest that requirements.txt takes, and the pinned one.
-Only the question "is there a GPU" is answered falsely, and tensors stay on the CPU: everything else is Transformer
-Engine's and Megatron's own code. Layers and optimizers are built, saved and loaded; nothing runs forward. CI compares
-our tables with what this wrote (tests/contract/test_transformer_engine.py).
+Run by people, in an environment with Transformer Engine (docs/gpu.md; no GPU is needed), once for each Megatron-core:
+the oldest that requirements.txt takes, and the pinned one. torch is made to report a GPU while tensors stay on the CPU;
+everything else is Transformer Engine's and Megatron's own code. Layers and optimizers are built, saved and loaded;
+nothing runs forward. CI compares our tables with what this wrote (tests/contract/test_transformer_engine.py).
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _pretend() -> None:
 
 
 def _built(config: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Shape, Megatron's options and the model, its weights drawn at random."""
+    """Return the shape, Megatron's options and the model, its weights drawn at random."""
     from megatron_daro.actor.model import build_model, transformer_config
     from megatron_daro.actor.parallel import Layout
     from megatron_daro.config.model_shape import read_model_shape
@@ -91,7 +90,7 @@ def _built(config: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _round_trip(model: Any) -> int:
-    """Save, overwrite and load the model through our checkpoint files. Returns the number of extra states."""
+    """Save, overwrite and load the model through our checkpoint files. Return the number of extra states."""
     from megatron_daro.actor.sharded_state import load_sharded, save_sharded
 
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -110,7 +109,7 @@ def _round_trip(model: Any) -> int:
 
 
 def _optimizer_round_trip(config: dict[str, Any], *, distributed: bool) -> bool:
-    """Save a policy that has made no update yet, as a run does that stops early; load it into another one.
+    """Save a policy that has made no update yet, as a run that stops early does, and load it into another one.
 
     Returns:
         Whether weights and moments came back; the moments are zeros.
@@ -146,7 +145,7 @@ def _train_state(config: dict[str, Any], *, distributed: bool) -> Any:
 
 
 def _experts_in_fp8_saved() -> str:
-    """Whether the experts' layers can be saved as they are after a step in fp8: "" or why not."""
+    """Return why the experts' layers cannot be saved as they are after a step in fp8; "" if they can."""
     from transformer_engine.common.recipe import Float8CurrentScaling
 
     _, _, model = _built(MODELS["qwen3_moe"])
@@ -162,7 +161,7 @@ def _experts_in_fp8_saved() -> str:
 
 
 def _fusing(model: Any) -> list[tuple[str, Any]]:
-    """Layers that can add their weight gradients in the matrix product's kernel."""
+    """Return the layers that can add their weight gradients in the matrix product's kernel."""
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "fuse_wgrad_accumulation")]
 
 
@@ -188,7 +187,7 @@ CUDAS = ("12.1", "12.8", "12.9", "13.0")
 
 
 def _supported() -> dict[str, dict[str, list[str]]]:
-    """Recipe -> CUDA -> the GPUs on which Transformer Engine's own check lets it run."""
+    """Return recipe -> CUDA -> the GPUs on which Transformer Engine's own check lets it run."""
     from transformer_engine.pytorch import quantization
 
     checks = {
@@ -208,7 +207,7 @@ def _supported() -> dict[str, dict[str, list[str]]]:
 
 
 def _recipes() -> dict[str, dict[str, str]]:
-    """Our recipe -> our format -> what Megatron makes of both: Transformer Engine's recipe and its format."""
+    """Return our recipe -> our format -> what Megatron makes of both: Transformer Engine's recipe and its format."""
     from megatron.core.fp8_utils import get_fp8_recipe
 
     from megatron_daro.actor.model import transformer_config

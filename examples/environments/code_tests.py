@@ -2,7 +2,7 @@
 
     python examples/environments/code_tests.py 1000 > functions.jsonl
 
-What a call returns is compared here, outside the sandbox: code that knows no right answer cannot pretend one.
+Results of calls are compared here, outside the sandbox: code that does not know a right answer cannot fake one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CodeTests:
     ) -> None:
         """
         Args:
-            tries: answers that are judged. begin, end: around code. shown: around the first call that went wrong.
+            tries: answers that are judged. begin, end: text around code. shown: text around what went wrong.
             limits: of `megatron_daro.sandbox.Limits`.
 
         Raises:
@@ -63,7 +63,7 @@ class CodeTests:
         return Step(state={**json.loads(prompt.answer), "tried": 0})
 
     def step(self, state: dict[str, Any], answer: str) -> Step:
-        """Judge one try: the reward is the share of right calls of the last."""
+        """Judge one try. A right one earns 1; the last one, if wrong, half its share of right calls."""
         wrong, share = self._judged(state, answer.rpartition(self._begin)[2].partition(self._end)[0])
         tried = state["tried"] + 1
         if not wrong:
@@ -73,7 +73,7 @@ class CodeTests:
         return Step(self._shown.format(wrong=wrong), {**state, "tried": tried}, tool_calls=1, tool_errors=1)
 
     def _judged(self, state: dict[str, Any], code: str) -> tuple[str, float]:
-        """Return what went wrong first, empty where nothing did, and the share of right calls."""
+        """Return what went wrong first, empty if nothing did, and the share of right calls."""
         cases = state["cases"]
         arguments = [state["function"], json.dumps([case[0] for case in cases])]
         outcome = self._sandbox.run(_CALLS, files={"solution.py": code}, arguments=arguments)

@@ -30,8 +30,8 @@ class PythonTool:
     ) -> None:
         """
         Args:
-            verifier: of the final answer. max_calls: a later one is an answer. begin, end: around code.
-            shown: around what was printed. role: of it in a chat. limits: of `megatron_daro.sandbox.Limits`.
+            verifier: of the final answer. max_calls: a later call is a final answer. begin, end: text around code.
+            shown: text around what was printed. role: its role in a chat. limits: of `megatron_daro.sandbox.Limits`.
             isolation: "limits" lets the model's code read and write every file that you can.
 
         Raises:

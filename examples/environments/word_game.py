@@ -1,4 +1,4 @@
-"""A word is guessed in several turns: the model is told which letters stand right, and earns its reward at the end.
+"""A word is guessed in several turns: the model is told which letters are in place, and earns its reward at the end.
 
 python examples/environments/word_game.py 1000 > words.jsonl
 """
@@ -22,7 +22,7 @@ class WordGame:
     def __init__(self, *, guesses: int = 6, early: float = 0.05, shown: str = "\n{marks}\n") -> None:
         """
         Args:
-            guesses: how many there are. early: reward on top of 1 for each that is left. shown: around the marks.
+            guesses: how many there are. early: reward on top of 1 for each that is left. shown: text around the marks.
         """
         self._guesses, self._early, self._shown = guesses, early, shown
 
@@ -31,7 +31,7 @@ class WordGame:
         return Step(state={"word": prompt.answer, "guessed": 0})
 
     def step(self, state: dict[str, Any], answer: str) -> Step:
-        """Mark a guess. What is no word of that length costs a guess too."""
+        """Mark a guess. Text that is shorter than the word costs a guess too."""
         word, guessed = state["word"], state["guessed"] + 1
         guess = answer.strip()[-len(word) :]
         if guess == word:

@@ -1,8 +1,9 @@
-"""The arms of the comparison: names for `algorithm` sections, the same in both worlds.
+"""The arms of the comparison: names for `algorithm` sections, the same in all worlds.
 
 Every algorithm of the registry is an arm under its own name, so a new row of `megatron_daro.algo` takes part at once;
 `PRESETS` adds options of DARO and trust regions. Place in the data flow: arm -> AlgorithmSection -> the product's
-algorithm object and objective, or the options of `megatron-daro train`. Refuses names that are neither.
+algorithm object and objective, or the options of `megatron-daro train`. Refuses names that are in neither the registry
+nor `PRESETS`.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ LADDER = tuple(arm for arm in PRESETS if arm.startswith("ladder_"))
 """DAPO's (arXiv 2503.14476, table 1), each rung with one technique more."""
 
 BASELINE = "grpo"
-"""Whose final accuracy is the mark that the others are timed to."""
+"""The arm whose final accuracy is the mark to which the others are timed."""
 
 
 def arm_names() -> list[str]:
-    """All arms: the registry in its order, then the presets."""
+    """Return all arms: the registry in its order, then the presets."""
     return [*ALGORITHMS, *WITH_CRITIC, *PRESETS]
 
 
 def options_of(arm: str) -> Options:
-    """Options of the section `algorithm` for an arm; a control's are those of the arm before its @.
+    """Return options of the section `algorithm` for an arm; a control's are those of the arm before its @.
 
     Raises:
         ConfigError: there is no such arm.
@@ -80,22 +81,22 @@ def options_of(arm: str) -> Options:
 
 
 def control(rate: float) -> str:
-    """The baseline at another learning rate than its own: what a rate alone does to speed."""
+    """Return the name of the baseline at another learning rate, which shows what a rate alone does to speed."""
     return f"{BASELINE}@{rate:g}"
 
 
 def is_control(arm: str) -> bool:
-    """Whether an arm is one of these."""
+    """Return whether an arm is a control."""
     return "@" in arm
 
 
 def section_of(arm: str) -> AlgorithmSection:
-    """The checked section `algorithm`."""
+    """Return the checked section `algorithm` of an arm."""
     return AlgorithmSection.model_validate(options_of(arm))
 
 
 def build(arm: str, *, rollouts: int, max_tokens: int) -> tuple[Algorithm, ObjectiveSettings]:
-    """The product's algorithm and objective for an arm, as the driver and every rank make them."""
+    """Return the product's algorithm and objective for an arm, as the driver and every rank make them."""
     section = section_of(arm)
     sizes: dict[str, Any] = {"rollouts_per_prompt": rollouts, "max_response_tokens": max_tokens}
     algorithm = make_algorithm(**section.arguments(**sizes))
@@ -103,24 +104,24 @@ def build(arm: str, *, rollouts: int, max_tokens: int) -> tuple[Algorithm, Objec
 
 
 def command_line(arm: str) -> list[str]:
-    """The arm as options of `megatron-daro train`: `algorithm.a.b=value`."""
+    """Return the arm as options of `megatron-daro train`: `algorithm.a.b=value`."""
     return list(_flat("algorithm", options_of(arm)))
 
 
 def is_daro(arm: str) -> bool:
-    """Whether an arm is a variant of DARO: an algorithm that learns weights of pass-rate bins."""
+    """Return whether an arm is a variant of DARO: an algorithm that learns weights of pass-rate bins."""
     return str(options_of(arm)["name"]).rpartition(":")[2].lower().startswith("daro")
 
 
 def needs_several_updates(arm: str) -> bool:
-    """Whether an arm differs from the baseline only where the ratio is not 1: a trust region of its own."""
+    """Return whether an arm differs from the baseline only by its trust region, so only where the ratio is not 1."""
     sizes: dict[str, Any] = {"rollouts_per_prompt": 8, "max_response_tokens": 8}
     own, base = section_of(arm), section_of(BASELINE)
     return arm != BASELINE and own.arguments(**sizes) == base.arguments(**sizes) and own.overlong == base.overlong
 
 
 def needs_a_limit(arm: str) -> bool:
-    """Whether an arm treats answers that a limit cuts in a way of its own; those of the closed-form worlds all end."""
+    """Return whether an arm treats truncated answers in its own way; in the closed-form worlds there are none."""
     return section_of(arm).overlong.kind != "none"
 
 

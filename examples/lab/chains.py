@@ -29,12 +29,12 @@ _KNOWLEDGE_SEED = "which facts are known badly"
 
 
 def slip_rate(a: int, b: int, carry: int) -> float:
-    """How often a fact goes wrong in the base model's texts: from 0 to 0.8, mostly little."""
+    """Return how often a fact goes wrong in the base model's texts: from 0 to 0.8, mostly seldom."""
     return 0.8 * random.Random(f"{_KNOWLEDGE_SEED} {a}+{b}+{carry}").random() ** 2
 
 
 def worked_answer(problem: Sum, rng: random.Random, settings: ChainSettings) -> str:
-    """Steps and answer as a writer of the base model's texts puts them: with slips, retries and lingering."""
+    """Return steps and answer as in the base model's texts: with slips, retries and lingering."""
     width, carry, steps, low_digits, linger = problem.digits, 0, [], "", ""
     left, right = (str(n).zfill(width) for n in (problem.left, problem.right))
     for a, b in zip(reversed(left), reversed(right), strict=True):
@@ -57,7 +57,7 @@ class ChainSettings(build_base.BaseSettings):
     """What the base model of the tiny world depends on; see `build_base.BaseSettings`.
 
     shares, training_shares: more long sums, which are hard. retry: how often a slip is done again at once.
-    linger: least and most commas before an answer that a slip was left in.
+    linger: least and most commas before an answer in which a slip was left.
     """
 
     seed: int = 1000
@@ -71,11 +71,11 @@ class ChainSettings(build_base.BaseSettings):
     linger: tuple[int, int] = (6, 24)
 
     def sources(self) -> list[Path]:
-        """The files whose code decides what is built."""
+        """Return the files whose code decides what is built."""
         return [*build_base.BaseSettings.sources(self), Path(__file__)]
 
     def texts(self, step: int, held_out: frozenset[Any]) -> list[tuple[str, str]]:
-        """The (problem, answer) texts of one step."""
+        """Return the (problem, answer) texts of one step."""
         rng = random.Random(f"texts {self.seed} {step}")
         texts: list[tuple[str, str]] = []
         while len(texts) < self.batch:

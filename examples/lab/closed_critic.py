@@ -1,13 +1,13 @@
 """The critic of the closed-form world: what an answer will still be worth, before each of its choices.
 
 It sees what a critic of a language model could read: the problem, how many steps are left, and whether all steps so far
-were right; not the pass rate. Its value is a number of a table (steps left x still right), and where an answer is still
-undecided also one of the problem and one of the problem's type and strategy, all 0 at first but for the world's
-`critic_bias`. Its learning rate is the policy's. Targets, advantages and losses are the product's
+were right; not the pass rate. Its value is a number from a table (steps left x still right) and, while an answer is
+still undecided, also one for the problem and one for the problem's type and strategy; all are 0 at first, except for
+the world's `critic_bias`. Its learning rate is the policy's. Targets, advantages and losses are the product's
 (`megatron_daro.algo.ppo`).
 
 Place in the data flow: the answers of a step, in the token order of `closed_world` -> values -> the product's
-`TokenColumns`, whose tokens stand answer by answer -> advantages and targets, in the world's order again.
+`TokenColumns`, whose tokens are ordered answer by answer -> advantages and targets, in the world's order again.
 
 Letters: N answers of a step, T tokens, J steps, M strategies, P problems.
 """
@@ -26,12 +26,12 @@ from megatron_daro.algo.weighting import Algorithm, TokenColumns
 from megatron_daro.config.algorithm import CriticSection
 
 _BEFORE_ALL = STEPS + 1
-"""The row of the table for an answer of which nothing is there."""
+"""The row of the table for an answer before its first token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CriticColumns:
-    """What the critic makes of a step, [T] each: values of its beginning, advantages and targets."""
+    """What the critic makes of a step, [T] each: values when the batch began, advantages and targets."""
 
     values_T: Tensor
     advantages_T: Tensor
@@ -52,7 +52,7 @@ class Critic:
         self._optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
 
     def values(self, answers: Answers) -> Tensor:
-        """Return [T], differentiable, in the order of `Answers.sample_T`."""
+        """Return the values [T], differentiable, in the order of `Answers.sample_T`."""
         left_T, right_T = _states(answers)
         problem_T = answers.problem_N[answers.sample_T]
         strategy_T = torch.where(left_T == _BEFORE_ALL, STRATEGIES, answers.strategy_N[answers.sample_T])
@@ -66,7 +66,7 @@ class Critic:
         """Return the algorithm's advantages and targets of a step.
 
         Args:
-            values_T: of the batch's beginning. samples: rewards_N, bins_N and group_ids_N.
+            values_T: when the batch began. samples: rewards_N, bins_N and group_ids_N.
         """
         rewards_N, bins_N, group_ids_N = samples
         order_T = _answer_by_answer(answers)

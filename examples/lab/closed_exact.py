@@ -3,11 +3,11 @@
 With pass rate q a group of K has k right answers with the binomial probability of k, and the mean of grad log pi over
 the right (wrong) answers is grad log q (grad log (1 - q)). So where an algorithm weighs answers by their group's bin
 and their own verdict, the expected gradient is a sum over k, and lengths come in by their means alone. Denominators
-and the sums that weights are learnt from are those of infinitely many groups to each prompt, of which each bin has
-its expected share. Advantages, filter, coefficients and token losses are the product's, as in `closed_run`.
+and the sums that weights are learnt from are those of infinitely many groups for each prompt, in which each bin has its
+expected share. Advantages, filter, coefficients and token losses are the product's, as in `closed_run`.
 
 Place in the data flow: policy, prompts, algorithm -> (loss whose gradient is the expected one, step_stats). Refuses
-algorithms that look at single lengths or at other groups: there the expectation is no such sum.
+algorithms that look at single lengths or at other groups: there the expectation is not such a sum.
 
 Letters: G prompts, M strategies, J steps, K rollouts, B = K + 1 bins, V = 2 verdicts (wrong, right).
 """
@@ -22,11 +22,11 @@ from megatron_daro.algo.objective import ObjectiveSettings, token_objective
 from megatron_daro.algo.weighting import Algorithm, Samples, StepStats, StepTotals
 
 _COPIES = 2.0**40
-"""Groups to each prompt: totals are whole numbers, and their rounding is of one token in so many."""
+"""Groups for each prompt: totals are whole numbers, and are rounded by less than one token in so many."""
 
 
 def refusal(algorithm: Algorithm) -> str:
-    """Why the expectation of this algorithm's gradient is no sum over right answers per group; empty if it is."""
+    """Return why the expectation of this algorithm's gradient is not a sum over right answers per group, or ""."""
     if algorithm.token_columns is not None:
         return "its advantages are those of single tokens"
     if algorithm.std == "batch":
@@ -91,7 +91,7 @@ def expected_step(
 
 
 def _answers(policy: Policy, problems: Problems, prompts_G: Tensor, dials: Dials) -> tuple[Tensor, Tensor, Tensor]:
-    """Chance of each verdict [G, V], with gradient; mean tokens and mean sum of entropies of its answers [G, V]."""
+    """Return each verdict's chance [G, V], with gradient, and its answers' mean tokens and mean sum of entropies."""
     strategy_GM, chain_GM = policy.log_chances(problems, prompts_G, policy.own_P)
     right_G = (strategy_GM + chain_GM).exp().sum(1)
     # Rows: truly wrong, truly right; columns: the verdict.
@@ -114,7 +114,7 @@ def _answers(policy: Policy, problems: Problems, prompts_G: Tensor, dials: Dials
 
 
 def _advantages(algorithm: Algorithm, size: int) -> Tensor:
-    """Of a wrong and a right answer in a group of each bin, float64 [B, V]; 0 where a bin has no such answer."""
+    """Return those of a wrong and a right answer in a group of each bin, float64 [B, V]; 0 where it has none."""
     rewards_BK = (torch.arange(size) < torch.arange(size + 1)[:, None]).double()
     groups_N = torch.arange(size + 1).repeat_interleave(size)
     advantages_BK = algorithm.advantages(rewards_BK.reshape(-1), groups_N).double().reshape(size + 1, size)
@@ -124,7 +124,7 @@ def _advantages(algorithm: Algorithm, size: int) -> Tensor:
 
 
 def _binomial(chance_G: Tensor, size: int) -> Tensor:
-    """Probability of k right answers of `size`, [G, B]."""
+    """Return the probability of k right answers of `size`, [G, B]."""
     k_B = torch.arange(size + 1, dtype=torch.float64)
     ways_B = torch.lgamma(torch.tensor(size + 1.0).double()) - torch.lgamma(k_B + 1) - torch.lgamma(size - k_B + 1)
     q_G1 = chance_G[:, None]

@@ -2,7 +2,8 @@
 
 Advantages, filter, coefficients, token losses and weights come from the product's own objects; here are only the
 sampling, the optimizer and the sums over bins. Place in the data flow: (dials, arm, learning rate, seed) -> a list of
-records, one for each evaluation, all plain numbers. Refuses nothing that diverges: it stops there and says so.
+records, one for each evaluation, all plain numbers. A run that diverges is not refused: it stops there, and its result
+says so.
 
 Letters: N answers of a step, T tokens, [K+1] bins.
 """
@@ -56,8 +57,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The trained answers of a batch and what the driver knows of them; old_T, values_T: what policy and critic said
-    when it began."""
+    """The trained answers of a batch and what the driver knows of them; old_T, values_T: the policy's log-probs and the
+    critic's values when the batch began."""
 
     answers: Answers
     groups_N: Tensor
@@ -89,7 +90,7 @@ class ClosedRun:
         self.answered = self.generated = 0
 
     def go(self, every: int) -> Run:
-        """All steps, with an evaluation before the first, every so many, and after the last."""
+        """Take all steps, with an evaluation before the first, every `every` steps, and after the last."""
         run, step = Run(), 0
         run.records.append(self.evaluate(0))
         while step < self.dials.steps:
@@ -104,7 +105,7 @@ class ClosedRun:
         return run
 
     def one_batch(self) -> int:
-        """Sample a batch and take its optimizer steps; returns their number."""
+        """Sample a batch, take its optimizer steps, and return their number."""
         if self.dials.gradients == "exact":
             self.expected_step()
             return 1
@@ -129,7 +130,7 @@ class ClosedRun:
         return updates
 
     def sample(self) -> Batch | None:
-        """The trained groups of a batch: those that the algorithm keeps, refilled for so many rounds."""
+        """Return the trained groups of a batch: those that the algorithm keeps, with up to `dials.refills` refills."""
         dials, kept, found, first = self.dials, [], 0, 0
         for _ in range(dials.refills + 1):
             prompts = self._next_prompts(dials.groups - found)
@@ -154,7 +155,7 @@ class ClosedRun:
         return Batch(answers, groups_N, bins_N, self.algorithm.advantages(correct_N.double(), groups_N))
 
     def judge(self, answers: Answers) -> Tensor:
-        """The verifier's verdicts, with its mistakes; bool [N]."""
+        """Return the verifier's verdicts, with its mistakes; bool [N]."""
         dials = self.dials
         if not (dials.false_wrong or dials.false_right):
             return answers.right_N
@@ -163,7 +164,7 @@ class ClosedRun:
         return answers.right_N ^ flipped_N
 
     def step(self, batch: Batch) -> None:
-        """One optimizer step of the policy, then the algorithm's own.
+        """Take one optimizer step of the policy, then the algorithm's own.
 
         Raises:
             NonFiniteError: a loss or gradient is not finite.
@@ -199,15 +200,15 @@ class ClosedRun:
         self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, entropy))
 
     def _of_critic(self, batch: Batch) -> CriticColumns | None:
-        """What the critic makes of a step; None without one. What stands for advantages of answers are their rewards
-        (see `WithCritic.advantages`)."""
+        """Return what the critic makes of a step; None without a critic. With one, the batch's advantages are the
+        answers' rewards (see `WithCritic.advantages`)."""
         if self.critic is None or batch.values_T is None:
             return None
         samples = (batch.advantages_N, batch.bins_N, batch.groups_N)
         return self.critic.columns(self.algorithm, batch.answers, batch.values_T, samples)
 
     def expected_step(self) -> None:
-        """One optimizer step along the expected gradient of the next prompts, then the algorithm's own.
+        """Take one optimizer step along the expected gradient of the next prompts, then the algorithm's own.
 
         Raises:
             NonFiniteError: as `step`.
@@ -230,7 +231,7 @@ class ClosedRun:
             raise NonFiniteError("the policy is not finite")
 
     def evaluate(self, step: int) -> dict[str, Any]:
-        """Exact accuracy on problems that were never trained, over all and by the first policy's pass rate."""
+        """Return the exact accuracy on problems never trained on, over all and by the first policy's pass rate."""
         with torch.no_grad():
             rates_P = self.policy.pass_rates(self.held_out, held_out=True)
             trained = float(self.policy.pass_rates(self.problems, held_out=False).mean())
@@ -248,7 +249,7 @@ class ClosedRun:
         return record
 
     def _next_prompts(self, count: int) -> Tensor:
-        """The next prompts of an endless stream that goes through all problems in a new order each time."""
+        """Return the next prompts of an endless stream that goes through all problems in a new order each time."""
         while len(self.waiting) < count:
             order = torch.randperm(self.dials.problems, generator=self.order)
             self.waiting = torch.cat([self.waiting, order])
@@ -258,7 +259,7 @@ class ClosedRun:
 
 @functools.lru_cache(maxsize=32)
 def _world(problems: int, held_out: int, spectrum: tuple[float, float], seed: int) -> tuple[Problems, Problems]:
-    """Problems to train and held-out ones; of dials and seed only, so all arms of a seed see the same ones."""
+    """Return problems to train and held-out ones, from dials and seed only, so all arms of a seed see the same ones."""
     noise = torch.Generator().manual_seed(zlib.crc32(f"world {seed}".encode()))
     return make_problems(problems, spectrum, noise), make_problems(held_out, spectrum, noise)
 
@@ -266,7 +267,7 @@ def _world(problems: int, held_out: int, spectrum: tuple[float, float], seed: in
 def samples_of(
     algorithm: Algorithm, bins_N: Tensor, lengths_N: Tensor, advantages_N: Tensor
 ) -> tuple[Samples, StepTotals]:
-    """What the algorithm is told of a whole step whose groups stand one after the other, as the driver tells it."""
+    """Return what the driver tells the algorithm about a whole step, whose groups follow one another."""
     size = algorithm.rollouts_per_prompt
     lengths_NK = lengths_N.reshape(-1, size).repeat_interleave(size, dim=0)
     samples = Samples(bins_N, lengths_N, advantages_N, lengths_NK)
@@ -281,8 +282,8 @@ def evidence_of(
     sums_N: dict[str, Tensor],
     entropy: float,
 ) -> StepStats:
-    """What the algorithm learns from: the sums per bin and class that the actor makes over all ranks, and what only
-    algorithms of the lab read."""
+    """Return what the algorithm learns from: the sums per bin and class that the actor makes over all ranks, and sums
+    that only algorithms of the lab read."""
     classes_N = algorithm.classes_of(samples)
     size, classes = algorithm.rollouts_per_prompt, range(len(algorithm.classes[1]))
     cells = {
@@ -295,7 +296,7 @@ def evidence_of(
 
 
 def run_arm(dials: Dials, arm: str, learning_rate: float, seed: int, every: int = 10) -> Run:
-    """One run, in this thread alone: the same arguments give the same numbers, bit for bit.
+    """Do one run, in this thread alone: the same arguments give the same numbers, bit for bit.
 
     Args:
         dials, arm, learning_rate, seed: what is run. every: optimizer steps between evaluations.

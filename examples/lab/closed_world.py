@@ -6,8 +6,8 @@ An answer to problem p is written token by token, and each token is a choice of 
        hardness). `skill` is shared by every problem that needs it, `fine` by those of one type, and `own` belongs to
        this problem alone. The sign is -1 where a rule has an exception: most exceptions belong to a type and can be
        learnt, some to a single problem and cannot, so problems pull the shared parameters in different directions and
-       no policy solves all held-out problems. With `step_tokens` above 1 a step is that long, and what follows its
-       first token is certain: as long chains of thought are, tokens that decide something are few;
+       no policy solves all held-out problems. With `step_tokens` above 1 a step is that long, and the tokens after its
+       first are certain: as in long chains of thought, few tokens decide anything;
     3. how long to go on: continue tokens and a stop token, with one shared logit after right and one after wrong steps.
 The answer is right if all steps are. So pass rates are sums of products of sigmoids, accuracy is known without
 sampling, and the gradient of an answer is the sum of the gradients of its tokens, as in a language model.
@@ -29,7 +29,7 @@ STRATEGIES, STEPS, SKILLS, TYPES = 3, 6, 24, 8
 MOST_EXTRA = 48
 MAX_TOKENS = 2 + STEPS + MOST_EXTRA
 TYPE_EXCEPTIONS, OWN_EXCEPTIONS = 0.25, 0.1
-"""How often a skill is the other way round for a type, and for a single step of a problem."""
+"""How often a rule is reversed for a type, and for a single step of a problem."""
 _RULES_SEED = 20251009
 _RIGHT_EXTRA = 3.0
 _MEAN_STEPS = 4.0
@@ -42,11 +42,12 @@ class Dials:
     spectrum: (a, b) of the Beta distribution of the first policy's pass rates; below 1 both is a U.
     wrong_length: mean tokens of wrong answers over those of right ones, for the first policy; 0.75 or more.
     false_wrong, false_right: how often the verifier of the training rewards is mistaken about a right or wrong answer.
-    groups, rollouts: prompts a step and K. updates: optimizer steps for each batch; above 1 the later are off-policy.
+    groups, rollouts: prompts per batch, and K. updates: optimizer steps for each batch; above 1 the later are
+    off-policy.
     steps: optimizer steps. problems, held_out: how many of each. refills: rounds of further prompts for algorithms
     that filter. gradients: of sampled answers, or "exact": their expectation over all answers to the step's prompts.
     step_tokens: tokens of each step. critic_bias: by how much the critic's first values are too low before an answer
-    begins, less with each step that is there and not at all behind the last: a reward model's of unfinished answers.
+    begins; it shrinks with each step to 0 after the last, like the bias of a reward model on unfinished answers.
     """
 
     spectrum: tuple[float, float] = (0.5, 0.5)
@@ -118,27 +119,27 @@ class Policy:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What the optimizer moves."""
+        """The tensors that the optimizer moves."""
         return [self.strategy_TM, self.skill_S, self.fine_TS, self.own_P, self.extra_2]
 
     def strategy_logprobs(self, problems: Problems) -> Tensor:
-        """[P, M]."""
+        """Return log-probs of the strategies, [P, M]."""
         return torch.log_softmax(self.strategy_TM, dim=1)[problems.type_P]
 
     def step_logits(self, problems: Problems, rows_N: Tensor, chosen_N: Tensor, own_N: Tensor) -> Tensor:
-        """[N, J] of one strategy to each of some problems; meaningless where a strategy has no such step."""
+        """Return step logits [N, J] of one strategy for each of some problems; meaningless where there is no step."""
         skill_NJ = problems.skill_PMJ[rows_N, chosen_N]
         rule_NJ = self.skill_S[skill_NJ] + self.fine_TS[problems.type_P[rows_N, None], skill_NJ]
         return problems.sign_PMJ[rows_N, chosen_N] * rule_NJ + (own_N - problems.hardness_PM[rows_N, chosen_N])[:, None]
 
     def pass_rates(self, problems: Problems, *, held_out: bool) -> Tensor:
-        """Exact pass rates [P]: the sum over strategies of their probability times that of all their steps."""
+        """Return exact pass rates [P]: the sum over strategies of their probability times that of all their steps."""
         own_P = torch.zeros(len(problems), dtype=torch.float64) if held_out else self.own_P
         strategy_PM, chain_PM = self.log_chances(problems, torch.arange(len(problems)), own_P)
         return (strategy_PM + chain_PM).exp().sum(1)
 
     def log_chances(self, problems: Problems, rows_G: Tensor, own_P: Tensor) -> tuple[Tensor, Tensor]:
-        """Log of the chance of each strategy, and of all its steps being right, [G, M] each, for some problems."""
+        """Return the log chance of each strategy, and of all its steps being right, [G, M] each, for some problems."""
         rows_N = rows_G.repeat_interleave(STRATEGIES)
         chosen_N = torch.arange(STRATEGIES).repeat(len(rows_G))
         right_NJ = torch.nn.functional.logsigmoid(self.step_logits(problems, rows_N, chosen_N, own_P[rows_N]))
@@ -146,16 +147,16 @@ class Policy:
         return self.strategy_logprobs(problems)[rows_G], chain_N.reshape(-1, STRATEGIES)
 
     def mean_lengths(self) -> tuple[float, float]:
-        """Expected extra tokens after (wrong, right) steps, without the limit."""
+        """Return the expected extra tokens after (wrong, right) steps, without the limit."""
         wrong, right = self.extra_2.detach().exp().tolist()
         return wrong, right
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answers:
-    """N sampled answers, as choices: problem_N, strategy_N; good_NJ and used_NJ, which steps there are and are right;
-    extra_N continue tokens; stopped_N, false where the limit ended it; right_N, whether it truly is right; certain_N,
-    tokens of each step behind its first."""
+    """N sampled answers, as choices: problem_N, strategy_N; used_NJ, the steps that there are; good_NJ, the steps that
+    are right; extra_N continue tokens; stopped_N, false where the limit ended it; right_N, whether it truly is right;
+    certain_N, tokens of each step after its first."""
 
     problem_N: Tensor
     strategy_N: Tensor
@@ -185,10 +186,10 @@ class Answers:
 
 
 def make_problems(count: int, spectrum: tuple[float, float], noise: torch.Generator) -> Problems:
-    """Problems whose pass rates under the first policy are draws from Beta(a, b); the harder have the longer chains."""
+    """Return problems whose first pass rates are draws from Beta(a, b); harder ones have longer chains."""
     first_P = _beta(count, spectrum, noise)
     type_P = torch.randint(TYPES, (count,), generator=noise)
-    # Some skills are needed everywhere and most seldom: probability 1 / rank.
+    # A few skills are needed often and most are needed seldom: probability 1 / rank.
     common_S = 1.0 / torch.arange(1, SKILLS + 1, dtype=torch.float64)
     drawn = torch.multinomial(common_S, count * STRATEGIES * STEPS, replacement=True, generator=noise)
     # From 2 steps for the easiest to 6 for the hardest, 4 on average, and one to either side of that.
@@ -197,7 +198,7 @@ def make_problems(count: int, spectrum: tuple[float, float], noise: torch.Genera
     used_PMJ = torch.arange(STEPS) < steps_PM[:, :, None]
     apart_PM = torch.randn(count, STRATEGIES, generator=noise, dtype=torch.float64)
     skill_PMJ = drawn.reshape(count, STRATEGIES, STEPS)
-    # Which type has which rule the other way round is a fact of the world, for training and held-out problems alike.
+    # Which rules are reversed for which type is a fact of the world, for training and held-out problems alike.
     rules = torch.Generator().manual_seed(_RULES_SEED)
     flipped_TS = torch.rand(TYPES, SKILLS, generator=rules) < TYPE_EXCEPTIONS
     flipped_PMJ = torch.rand(skill_PMJ.shape, generator=noise) < OWN_EXCEPTIONS
@@ -209,7 +210,7 @@ def make_problems(count: int, spectrum: tuple[float, float], noise: torch.Genera
 def sample_answers(
     policy: Policy, problems: Problems, problem_N: Tensor, noise: torch.Generator, step_tokens: int = 1
 ) -> Answers:
-    """One answer of the policy to each problem of `problem_N` (repeats allowed)."""
+    """Return one answer of the policy to each problem of `problem_N` (repeats allowed)."""
     with torch.no_grad():
         strategy_NM = policy.strategy_logprobs(problems).exp()[problem_N]
         strategy_N = torch.multinomial(strategy_NM, 1, generator=noise)[:, 0]
@@ -229,7 +230,7 @@ def sample_answers(
 
 
 def token_logprobs(policy: Policy, problems: Problems, answers: Answers) -> Tensor:
-    """Log-probs [T] of the sampled choices under the policy, with gradient, in the order of `Answers.sample_T`."""
+    """Return log-probs [T] of the sampled choices, with gradient, in the order of `Answers.sample_T`."""
     rows_N, chosen_N = answers.problem_N, answers.strategy_N
     strategy_N = torch.log_softmax(policy.strategy_TM, dim=1)[problems.type_P[rows_N], chosen_N]
     logits_NJ = policy.step_logits(problems, rows_N, chosen_N, policy.own_P[rows_N])
@@ -243,7 +244,7 @@ def token_logprobs(policy: Policy, problems: Problems, answers: Answers) -> Tens
 
 
 def mean_entropy(policy: Policy, problems: Problems, answers: Answers) -> float:
-    """Mean entropy, in nats, of the distributions that the answers' tokens were drawn from."""
+    """Return the mean entropy, in nats, of the distributions that the answers' tokens were drawn from."""
     with torch.no_grad():
         rows_N, chosen_N = answers.problem_N, answers.strategy_N
         log_NM = torch.log_softmax(policy.strategy_TM, dim=1)[problems.type_P[rows_N]]
@@ -254,19 +255,19 @@ def mean_entropy(policy: Policy, problems: Problems, answers: Answers) -> float:
 
 
 def mean_more_tokens(extra_logits: Tensor) -> Tensor:
-    """Expected tokens after the steps and the stop token: 1 + c + ... + c^47, c the chance to go on; any shape."""
+    """Return expected tokens after the steps, with the stop: 1 + c + ... + c^47, c the chance to go on; any shape."""
     on = torch.sigmoid(extra_logits)
     return sum((on**n for n in range(MOST_EXTRA)), start=torch.zeros_like(on))
 
 
 def binary_entropy(logits: Tensor) -> Tensor:
-    """Entropy of a choice between two with this logit, in nats; any shape."""
+    """Return the entropy of a choice between two with this logit, in nats; any shape."""
     both = (torch.sigmoid(x) * torch.nn.functional.logsigmoid(x) for x in (logits, -logits))
     return -sum(both, start=torch.zeros_like(logits))
 
 
 def _offsets(problems: Problems, rounds: int = 60) -> Tensor:
-    """What to add to a problem's hardness so that the first policy's pass rate is `first_P`; by bisection, [P]."""
+    """Return what to add to each problem's hardness so that the first policy's pass rate is `first_P`; by bisection."""
     policy = Policy(len(problems), 1.0)
     low_P = torch.full_like(problems.first_P, -30.0)
     high_P = -low_P
@@ -281,7 +282,7 @@ def _offsets(problems: Problems, rounds: int = 60) -> Tensor:
 
 
 def _beta(count: int, spectrum: tuple[float, float], noise: torch.Generator) -> Tensor:
-    """Draws from Beta(a, b), kept off 0 and 1: X / (X + Y) of two gamma variates."""
+    """Return draws from Beta(a, b), kept off 0 and 1: X / (X + Y) of two gamma variates."""
     shape = torch.tensor(spectrum, dtype=torch.float64)
     gammas = torch._standard_gamma(shape.expand(count, 2).contiguous(), generator=noise)
     return (gammas[:, 0] / gammas.sum(1)).clamp(0.001, 0.999)

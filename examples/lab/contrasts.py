@@ -26,7 +26,7 @@ MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """One arm less another in a world. folder: of the results. measure: as `results.differences` has it.
+    """One arm less another in a world. folder: of the results. measure: as in `results.differences`.
     registered: whether contrast, measure and seeds were written down before the first run."""
 
     folder: str
@@ -55,7 +55,7 @@ PRIMARY = (
 
 
 def table(folder: Path) -> str:
-    """The estimate of each primary contrast, in points."""
+    """Return a table with the estimate of each primary contrast, in points."""
     worlds = {name: compared_worlds(folder / name)[0] for name in dict.fromkeys(c.folder for c in PRIMARY)}
     rows = []
     for contrast in PRIMARY:

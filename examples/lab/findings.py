@@ -35,7 +35,7 @@ VERDICT_HEADER = [
     "goal",
 ]
 SPEED = 0.7
-"""The goal: this share of the baseline's steps."""
+"""The goal: at most this share of the baseline's steps."""
 MARKS = (
     "<!-- findings: python examples/lab/findings.py examples/lab/results --into examples/lab/comparison.md -->",
     "<!-- end of findings -->",
@@ -50,7 +50,7 @@ COMPARED = ["dapo", "daro", "daro_shared", "daro_shared_half_life", "ha_dw", "pp
 
 
 def table(arms: Mapping[str, Runs], searched: Sequence[float]) -> list[list[str]]:
-    """One row for each arm of a world, the highest final accuracy first.
+    """Return one row for each arm of a world, the highest final accuracy first.
 
     Args:
         arms: arm -> seed -> outcome. searched: the learning rates of the search, in order.
@@ -75,14 +75,14 @@ def matrix(
     rival: str = BASELINE,
     difference: Callable[[Runs, Runs], Interval] = results.difference,
 ) -> tuple[list[str], list[list[str]]]:
-    """Arm by world: final accuracy less the rival's in points, with a * where the interval holds no 0; without the
-    world of the ladder, whose arms are in no other.
+    """Return, arm by world, final accuracy less the rival's in points, with a * where the interval excludes 0; without
+    the world of the ladder, whose arms are in no other.
 
     Args:
-        tables: world -> arm -> runs. rival: the arm to compare with. difference: in the place of final accuracy.
+        tables: world -> arm -> runs. rival: the arm to compare with. difference: another measure than final accuracy.
 
     Returns:
-        (header, rows): arms that ran in every world first, and of these the one with the highest mean difference.
+        (header, rows): arms that ran in every world come first, in order of their mean difference, the highest first.
     """
     tables = {world: table for world, table in tables.items() if world != LADDER_WORLD}
     arms = dict.fromkeys(arm for table in tables.values() for arm in table if not is_control(arm) and arm != rival)
@@ -104,7 +104,7 @@ def _cell(interval: Interval | None) -> str:
 
 
 def searched_rates(outcomes: Iterable[Outcome]) -> dict[str, list[float]]:
-    """World -> the learning rates that were tried, in order."""
+    """Return world -> the learning rates that were tried, in order."""
     found: dict[str, set[float]] = {}
     for outcome in outcomes:
         rates = found.setdefault(outcome.job.world, set())
@@ -113,7 +113,7 @@ def searched_rates(outcomes: Iterable[Outcome]) -> dict[str, list[float]]:
 
 
 def verdict(world: str, arms: Mapping[str, Runs]) -> list[str]:
-    """The goal in one world: some DARO in at most 0.7 of GRPO's steps, and not worse than the best rival."""
+    """Return a row on the goal in one world: a DARO in at most 0.7 of GRPO's steps, not worse than the best rival."""
     means = {arm: results.final_accuracy(runs).mean for arm, runs in arms.items()}
     known = {arm: mean for arm, mean in means.items() if math.isfinite(mean) and not is_control(arm)}
     mine, others = ([a for a in known if is_daro(a) == own] for own in (True, False))
@@ -131,7 +131,7 @@ def verdict(world: str, arms: Mapping[str, Runs]) -> list[str]:
 
 
 def _fastest(arms: Mapping[str, Runs], names: Sequence[str]) -> tuple[str, list[float]]:
-    """The one of some arms that needs the fewest of the baseline's steps, with its ratios."""
+    """Return the arm that needs the smallest part of the baseline's steps, with its ratios."""
     found = {arm: results.ratios_to_baseline(arms[arm], arms[BASELINE]) for arm in names}
     return min(found.items(), key=lambda pair: _middle(pair[1]), default=("", []))
 
@@ -141,13 +141,13 @@ def _named(arm: str, ratios: list[float]) -> str:
 
 
 def status(runs: Runs) -> str:
-    """Empty, or how many of the seeds went wrong and how."""
+    """Return how many of the seeds went wrong and how; empty if none did."""
     found = [o.status for o in runs.values() if o.status]
     return f"{len(found)} of {len(runs)} {found[0]}" if found else ""
 
 
 def percent(interval: Interval) -> str:
-    """Mean and half-width in percent."""
+    """Return mean and half-width in percent."""
     if not math.isfinite(interval.mean):
         return "diverged"
     reach = f" ± {100 * (interval.high - interval.mean):.1f}" if math.isfinite(interval.high) else ""
@@ -155,7 +155,7 @@ def percent(interval: Interval) -> str:
 
 
 def points(interval: Interval) -> str:
-    """A difference in percentage points with its interval."""
+    """Return a difference in percentage points with its interval."""
     if not math.isfinite(interval.mean):
         return "-"
     ends = f" ({100 * interval.low:+.1f} to {100 * interval.high:+.1f})" if math.isfinite(interval.high) else ""
@@ -163,7 +163,7 @@ def points(interval: Interval) -> str:
 
 
 def spread(ratios: list[float]) -> str:
-    """Median [smallest, largest]; - where fewer than half of the seeds reach it."""
+    """Return median [smallest, largest] of some ratios; - where fewer than half of the seeds reach the mark."""
     middle = _middle(ratios)
     if not math.isfinite(middle):
         return "-"
@@ -172,8 +172,8 @@ def spread(ratios: list[float]) -> str:
 
 
 def over_tokens(arms: Mapping[str, Runs], rival: str) -> tuple[list[str], list[list[str]]]:
-    """Each arm against one rival for the same tokens generated: accuracy averaged over them and final, in points;
-    tokens are thousands in all, mean over seeds."""
+    """Return each arm against one rival: accuracy averaged over the same generated tokens, and final accuracy, in
+    points; tokens are in thousands, mean over seeds."""
     rows = []
     for arm, runs in arms.items():
         tokens = [outcome.records[-1]["tokens"] for outcome in runs.values()]
@@ -187,18 +187,18 @@ def over_tokens(arms: Mapping[str, Runs], rival: str) -> tuple[list[str], list[l
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def is_by_tokens(world: str) -> bool:
-    """Whether arms are compared for the same tokens generated there."""
+    """Return whether arms are compared for the same tokens generated there."""
     return world in WORLDS and WORLDS[world].kind == "smollm2"
 
 
 def aligned(header: list[str], rows: list[list[str]]) -> str:
-    """The same as a block of text: a matrix of numbers is easier to read in columns of one width."""
+    """Return a table as a block of text: a matrix of numbers is easier to read in aligned columns."""
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
@@ -206,7 +206,7 @@ def aligned(header: list[str], rows: list[list[str]]) -> str:
 
 
 def speeds(tables: Mapping[str, Mapping[str, Runs]]) -> tuple[list[str], list[list[str]]]:
-    """Steps to the baseline's final accuracy as a multiple of the baseline's, for the arms of `COMPARED`."""
+    """Return the steps to the baseline's final accuracy as a multiple of the baseline's, for the arms of `COMPARED`."""
     rows = [
         [world, *(spread(results.ratios_to_baseline(t[arm], t[BASELINE])) if arm in t else "" for arm in COMPARED)]
         for world, t in tables.items()
@@ -216,7 +216,7 @@ def speeds(tables: Mapping[str, Mapping[str, Runs]]) -> tuple[list[str], list[li
 
 
 def ladder(rungs: Mapping[str, Runs]) -> tuple[list[str], list[list[str]]]:
-    """DAPO's ladder, rung by rung: final accuracy in percent, and what each adds to the one before it, in points."""
+    """Return DAPO's ladder, rung by rung: final accuracy in percent, and what each rung adds, in points."""
     rows, before = [], None
     for arm in LADDER:
         if arm in rungs:
@@ -228,7 +228,7 @@ def ladder(rungs: Mapping[str, Runs]) -> tuple[list[str], list[list[str]]]:
 
 
 def comparison(tables: Mapping[str, Mapping[str, Runs]]) -> str:
-    """What stands between `MARKS` of comparison.md: each arm less the baseline."""
+    """Return what is between `MARKS` of comparison.md: each arm less the baseline."""
     rungs = tables.get(LADDER_WORLD, {})
     of_ladder = f"\nDAPO's ladder in `{LADDER_WORLD}`; answers are those sampled.\n\n{aligned(*ladder(rungs))}\n"
     return (
@@ -241,7 +241,7 @@ def comparison(tables: Mapping[str, Mapping[str, Runs]]) -> str:
 
 
 def against(tables: Mapping[str, Mapping[str, Runs]], rival: str = PRIMARY[1]) -> str:
-    """What stands between `AGAINST_MARKS` of comparison.md: each arm less one rival."""
+    """Return what is between `AGAINST_MARKS` of comparison.md: each arm less one rival."""
     seeds = {len(runs) for table in tables.values() for runs in table.values()}
     of_seeds = f"{min(seeds)} seeds" if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)} seeds"
     counted = {world: table for world, table in tables.items() if _has_tokens(table)}
@@ -254,12 +254,13 @@ def against(tables: Mapping[str, Mapping[str, Runs]], rival: str = PRIMARY[1]) -
 
 
 FASTER = ("daro_shared_free", "daro_shared_half_life")
-"""Arms that are compared with the rival at rates above its own, where theirs are its own."""
+"""Arms that run at the rival's own rate and are compared with the rival at higher rates."""
 
 
 def faster(tables: Mapping[str, Mapping[str, Runs]], rival: str) -> str:
-    """Return the rival at the two next higher rates less itself, and `FASTER` less it, in the worlds in which all have
-    the rate that most have. Empty where the rival ran at no higher one."""
+    """Return a table of the rival at its two next higher rates, less the rival at its own, and of `FASTER` less the
+    rival at these rates, in the worlds in which all have the most common rate. Empty if the rival ran at no higher
+    rate."""
     rates = {world: _rate(table[rival]) for world, table in tables.items() if rival in table}
     own = max(rates.values(), key=list(rates.values()).count, default=0.0)
     worlds = {
@@ -292,7 +293,7 @@ def _has_tokens(table: Mapping[str, Runs]) -> bool:
 
 
 def compared_worlds(folder: Path) -> tuple[dict[str, dict[str, Runs]], list[Outcome], dict[str, str]]:
-    """World -> arm -> runs of a folder of results, with all outcomes and the note beside them."""
+    """Return world -> arm -> runs of a folder of results, with all outcomes and the note."""
     outcomes, note = results.read(folder)
     worlds = dict.fromkeys(o.job.world for o in outcomes)
     tables = {world: dict[str, Runs](results.compared(outcomes, world)) for world in worlds}
@@ -300,13 +301,13 @@ def compared_worlds(folder: Path) -> tuple[dict[str, dict[str, Runs]], list[Outc
 
 
 def put_between(page: Path, marks: tuple[str, str], text: str) -> None:
-    """Put a text between two lines of a page, in the place of what is there."""
+    """Put a text between two lines of a page, in place of what is there."""
     before, _, rest = page.read_text().partition(marks[0])
     page.write_text(f"{before}{marks[0]}\n{text}{marks[1]}{rest.partition(marks[1])[2]}")
 
 
 def show(text: str, marks: tuple[str, str], options: Sequence[str]) -> int:
-    """Print a text, or with the options --into PAGE put it between two lines of that page. Returns the exit code."""
+    """Print a text, or with the options --into PAGE put it between two lines of that page. Return the exit code."""
     if options[:1] == ["--into"]:
         put_between(Path(options[1]), marks, text)
     else:

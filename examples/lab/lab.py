@@ -59,7 +59,7 @@ _CODE = {
 class Plan:
     """What is to be run, on `seeds` seeds from `first_seed` on. A quick plan takes a fraction of each closed-form
     world, of the search and of the seeds. controls: arms at other learning rates than their own, ARM@RATE; None: the
-    baseline at those of the search."""
+    baseline at the rates of the search."""
 
     arms: tuple[str, ...]
     worlds: tuple[str, ...]
@@ -69,15 +69,16 @@ class Plan:
     controls: tuple[str, ...] | None = None
 
     def dials(self, world: str) -> Dials | ModelDials:
-        """The dials of a world."""
+        """Return the dials of a world."""
         dials = WORLDS[world].dials
         if self.quick and isinstance(dials, Dials):
             return dataclasses.replace(dials, steps=20, problems=128, held_out=128)
         return dials
 
     def arms_in(self, world: str) -> list[str]:
-        """The arms of one world, without those that differ from the baseline only off-policy where nothing is, those
-        that treat cut answers where none are, and those whose expectation is no formula where gradients are exact."""
+        """Return the arms of one world, without those that differ from the baseline only off-policy if the world is
+        on-policy, those that treat truncated answers if none are truncated, and those whose expected gradient is no
+        formula if gradients are exact."""
         dials, chosen = self.dials(world), WORLDS[world].arms
         arms = [arm for arm in self.arms if chosen is None or arm in chosen]
         arms = [arm for arm in arms if not (isinstance(dials, Dials) and needs_a_limit(arm))]
@@ -86,7 +87,7 @@ class Plan:
         return [arm for arm in arms if not (exact and refusal(build(arm, rollouts=8, max_tokens=MAX_TOKENS)[0]))]
 
     def tuning(self) -> list[Job]:
-        """Every arm, in every world that has several learning rates, at each of them."""
+        """Return a job for every arm, in every world that has several learning rates, at each of them."""
         return [
             Job(WORLDS[world].kind, world, arm, "tune", seed, rate)
             for world in self.worlds
@@ -97,7 +98,7 @@ class Plan:
         ]
 
     def comparison(self, tuned: Iterable[Outcome]) -> list[Job]:
-        """Every arm at its own learning rate, and the controls, on the seeds of the comparison."""
+        """Return jobs for every arm at its own learning rate, and the controls, on the seeds of the comparison."""
         given = {(w, arm): rate for w in self.worlds for rate in WORLDS[w].rates for arm in self.arms_in(w)}
         best = given | results.best_rates(tuned)
         return [
@@ -108,8 +109,9 @@ class Plan:
         ]
 
     def _controls(self, world: str, best: Mapping[tuple[str, str], float]) -> list[tuple[str, float]]:
-        """The baseline at the other rates of the search; with a language model, where a run is dear, at twice its own.
-        None where nothing was searched. Those asked for by name take the place of these."""
+        """Return the controls that were asked for by name; else the baseline at the other rates of the search, or with
+        a language model, where a run is expensive, at twice its own. Empty in a quick plan, or if nothing was
+        searched."""
         if self.quick or len(WORLDS[world].rates) == 1:
             return []
         if self.controls is not None:
@@ -136,7 +138,7 @@ class Store:
                 continue  # the last line of a lab that was killed
 
     def key(self, job: Job, dials: Dials | ModelDials) -> str:
-        """Changes with the job, its world, the arm's options and the code."""
+        """Return a key that changes with the job, its world, the arm's options and the code."""
         options = options_of(job.arm)
         content = [dataclasses.astuple(job), dataclasses.asdict(dials), options, self._code[job.kind]]
         own = Path(__file__).parent / f"{options['name'].partition(':')[0]}.py"
@@ -144,7 +146,7 @@ class Store:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def get(self, job: Job, dials: Dials | ModelDials) -> Outcome | None:
-        """A finished run, or None."""
+        """Return a finished run, or None."""
         entry = self._found.get(self.key(job, dials))
         return None if entry is None else Outcome(job, entry["records"], entry["ended"], entry["cpu_seconds"])
 
@@ -157,7 +159,7 @@ class Store:
 
 
 def run_job(job: Job, dials: Dials | ModelDials, folder: Path) -> Outcome:
-    """One run, in whatever process this is called. `folder`: for the files of a language model."""
+    """Do one run, in this process. `folder`: for the files of a language model."""
     began = time.process_time()
     if isinstance(dials, ModelDials):
         run = tiny_run.run_arm(dials, job.arm, job.learning_rate, job.seed, folder / job.world)
@@ -168,7 +170,7 @@ def run_job(job: Job, dials: Dials | ModelDials, folder: Path) -> Outcome:
 
 
 def run_all(jobs: Sequence[Job], plan: Plan, store: Store, processes: int) -> Iterator[Outcome]:
-    """All jobs, those that are kept first; a line on the terminal for every tenth of them."""
+    """Yield the outcomes of all jobs, stored ones first; print a line for every tenth of the others."""
     missing = []
     for job in jobs:
         kept = store.get(job, plan.dials(job.world))
@@ -185,7 +187,7 @@ def run_all(jobs: Sequence[Job], plan: Plan, store: Store, processes: int) -> It
 
 
 def _in_processes(jobs: Sequence[Job], plan: Plan, folder: Path, processes: int) -> Iterator[Outcome]:
-    """The outcomes as they come. Base models are built first, so that no two runs build the same one."""
+    """Yield the outcomes as they come. Base models are built first, so that no two runs build the same one."""
     worlds = {job.world: plan.dials(job.world) for job in jobs}
     bases = [(dials, folder / world) for world, dials in worlds.items() if isinstance(dials, ModelDials)]
     if processes == 1 or len(jobs) < 2:
@@ -204,7 +206,7 @@ def _in_processes(jobs: Sequence[Job], plan: Plan, folder: Path, processes: int)
 
 
 def _end_with_the_lab() -> None:
-    """End this worker process when the lab's ends, however it does: one that was killed tells its workers nothing."""
+    """End this worker process when the lab's ends, even by a kill, of which the workers would not be told."""
     lab = multiprocessing.parent_process()
     assert lab is not None
 
@@ -218,7 +220,7 @@ def _end_with_the_lab() -> None:
 def run_lab(
     plan: Plan, out: Path, processes: int, command: str, rates: Path | None = None, beside: Path | None = None
 ) -> Path:
-    """Tune, compare, write the results and the page. Returns the page.
+    """Tune, compare, write the results and the page. Return the page.
 
     Args:
         plan, out, processes: what, where, on how many processes. command: for the page. rates: a folder of results
@@ -254,8 +256,8 @@ def run_lab(
 
 
 def joined(folder: Path, outcomes: Iterable[Outcome], note: Mapping[str, str]) -> tuple[list[Outcome], dict[str, str]]:
-    """Results that are there, then those of a lab in whose worlds an arm was not there yet; the first have the dials of
-    the note, and commands and CPU seconds of both are in it."""
+    """Return the results in a folder, then those of arms that its worlds lack; and a note with the folder's dials where
+    both have a world, and with commands, plans and CPU seconds of both."""
     there, its_note = results.read(folder)
     known = {(o.job.world, o.job.arm) for o in there}
     new = [o for o in outcomes if (o.job.world, o.job.arm) not in known]
@@ -267,7 +269,7 @@ def joined(folder: Path, outcomes: Iterable[Outcome], note: Mapping[str, str]) -
 
 
 def cpu_seconds(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """World -> CPU seconds of its runs, whenever they ran; without the base models."""
+    """Return world -> CPU seconds of its runs, whenever they ran; without the base models."""
     found: dict[str, float] = {}
     for outcome in outcomes:
         found[outcome.job.world] = found.get(outcome.job.world, 0.0) + outcome.cpu_seconds
@@ -275,17 +277,17 @@ def cpu_seconds(outcomes: Iterable[Outcome]) -> dict[str, int]:
 
 
 def cpu_minutes(outcomes: Iterable[Outcome]) -> float:
-    """The same over all worlds, in minutes."""
+    """Return the CPU time of runs in all worlds, in minutes."""
     return sum(outcome.cpu_seconds for outcome in outcomes) / 60
 
 
 def comparing_order(job: Job, plan: Plan) -> tuple[int, int]:
-    """Worlds and arms in the order of the plan, so that the files do not depend on which run finished first."""
+    """Return the places of world and arm in the plan, so that files do not depend on which run finished first."""
     return plan.worlds.index(job.world), plan.arms.index(job.arm.partition("@")[0])
 
 
 def _code_fingerprint(kind: str) -> str:
-    """Of what a run's numbers depend on: the lab's own code of this kind of world, and the product's algorithms."""
+    """Return a hash of what a run's numbers depend on: the lab's code of this kind of world, the algorithms."""
     import megatron_daro.algo
 
     here, algo = Path(__file__).parent, Path(megatron_daro.algo.__file__).parent
@@ -294,7 +296,7 @@ def _code_fingerprint(kind: str) -> str:
 
 
 def _controls(text: str, arms: Sequence[str], rates: Sequence[float]) -> tuple[str, ...]:
-    """ARM@RATE with commas between: any rate from half the lowest to twice the highest of the search."""
+    """Return the names ARM@RATE in a list with commas; a rate may be half the search's lowest to twice its highest."""
     lowest, highest = min(rates) / 2, 2 * max(rates)
     names = tuple(dict.fromkeys(name for name in text.split(",") if name))
     for name in names:
@@ -318,7 +320,7 @@ def _names(text: str, allowed: Sequence[str], what: str) -> tuple[str, ...]:
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Plan]:
-    """The command line.
+    """Parse the command line.
 
     Raises:
         ConfigError: an unknown arm or world, or the baseline is missing.
@@ -356,7 +358,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Plan]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code: 2 for what was asked wrongly."""
+    """Run the lab. Return the exit code: 2 after an error."""
     try:
         given, plan = parse(arguments)
         if given.page:

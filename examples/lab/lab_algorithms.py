@@ -1,6 +1,6 @@
-"""Algorithms that the lab compared and nobody needed: each is named in a configuration as `lab_algorithms:Class`.
+"""Algorithms that the lab compared and the product does not have; a configuration names each `lab_algorithms:Class`.
 
-They are what an algorithm of one's own can be (docs/algorithms.md). Put this folder into PYTHONPATH on every machine of
+They are examples of algorithms of one's own (docs/algorithms.md). Put this folder into PYTHONPATH on every machine of
 the run. Options go into `algorithm.options`. LambdaGrpo and magnitude "gradient" learn from sums that only the
 closed-form worlds make (closed_run.py); `megatron-daro train` ends with an error at their first step.
 
@@ -33,7 +33,7 @@ from megatron_daro.errors import AlgorithmError, CheckpointError, NonFiniteError
 
 
 def gaussian_basis(rollouts_per_prompt: int, kernels: int, length_classes: int = 1) -> Tensor:
-    """Return Gaussian bumps over the pass rate that sum to 1 at every pass rate, for each class of lengths by itself.
+    """Return Gaussian bumps over the pass rate that sum to 1 at every pass rate, separately for each class of lengths.
 
     Args:
         rollouts_per_prompt: K. kernels: J, 2 or more; centres (j + 1/2) / J, standard deviation 1 / (2 J).
@@ -76,7 +76,7 @@ class CellWeights(DifficultyWeights):
 
         Args:
             rollouts_per_prompt: K, 2 or more.
-            kernels: J, 2..K-1: this many numbers over the pass rate in the place of K - 1. None: a number per cell.
+            kernels: J, 2..K-1: this many learned numbers over the pass rate instead of K - 1. None: a number per cell.
             length_classes: L, 1 or more.
             parameter, options: of `DifficultyWeights`, and magnitude "gradient".
 
@@ -197,7 +197,7 @@ class DaroCells(Daro):
         return "length", tuple(map(str, range(len(self.length_edges) + 1)))
 
     def classes_of(self, samples: Samples) -> Tensor:
-        """How many edges each length has reached."""
+        """Return how many edges each length has reached."""
         return torch.bucketize(samples.lengths_N, samples.lengths_N.new_tensor(self.length_edges), right=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -216,16 +216,16 @@ class DaroCells(Daro):
 
 
 class Fade(SampleAlgorithm):
-    """FADE: (1 - mu)^(alpha - 1) (r - mu), wrong answers over delta; two averages move alpha and delta.
+    """FADE: (1 - mu)^(alpha - 1) (r - mu), over delta for wrong answers; two running averages set alpha and delta.
 
     alpha = clip(3 (1 - p) / (2 p), 1, max_power), p the average pass rate of the steps: hard questions first, GRPO's
     middle ones later. delta = clip(1 + H - target, min_scale, 1), H the average entropy: wrong answers are pushed down
     harder once the entropy is below its target.
 
-    Source: arXiv 2607.01490, through a reader's notes with its formulas and pseudo-code (the paper itself could not be
-    had whole). The target is half of the first step's entropy unless given: what the paper found best. The averages
-    start at 0.5 and at the first entropy; the weight of a new step in them is `rate`, 0.02. The notes print 0.02 in the
-    place of the old value's weight, with which nothing would be averaged.
+    Source: arXiv 2607.01490, through a reader's notes with its formulas and pseudo-code (the whole paper was not
+    available). The target is half of the first step's entropy unless given: what the paper found best. The averages
+    start at 0.5 and at the first entropy; the weight of a new step in them is `rate`, 0.02. The notes print 0.02 as the
+    old value's weight, with which hardly anything would be averaged.
     """
 
     name = "fade"
@@ -296,7 +296,7 @@ class Fade(SampleAlgorithm):
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for another algorithm or a torn state. A target of the options replaces the saved."""
+        """Raise CheckpointError for another algorithm or a torn state. A target in the options is kept."""
         super().load_state_dict(state)
         solved = saved_number("solved", state)
         if solved is None or not 0 <= solved <= 1:
@@ -311,11 +311,11 @@ class LambdaGrpo(SampleAlgorithm):
 
     z is the length less the group's mean over its (population) standard deviation; equal lengths give z = 0. lambda 0
     is a plain token mean; above 0 longer answers count more. The weights of a group sum to K. lambda descends the
-    policy loss: for the policy it is a constant, for lambda the losses are.
+    policy loss: lambda is a constant in the policy's gradient, and the token losses are in lambda's.
 
-    Source: arXiv 2510.06870 (its text could not be had whole: formula from a summary and its public reviews, which give
-    h, the exponent, the softmax, the scaling and 1/9). Open, and chosen: lambda starts at 0; Adam, 0.01, betas 0.9 and
-    0.999; lengths are trained tokens.
+    Source: arXiv 2510.06870 (the whole text was not available: formula from a summary and its public reviews, which
+    give h, the exponent, the softmax, the scaling and 1/9). Not stated there, and chosen here: lambda starts at 0;
+    Adam, 0.01, betas 0.9 and 0.999; lengths are trained tokens.
     """
 
     name = "lambda_grpo"
@@ -359,12 +359,12 @@ class LambdaGrpo(SampleAlgorithm):
         return token_mean(samples.lengths_N, totals) * weights_N
 
     def coefficient_slopes(self, samples: Samples, totals: StepTotals) -> Tensor:
-        """float64 [N]: the derivative of `coefficients` by lambda."""
+        """Return the derivative of `coefficients` by lambda, float64 [N]."""
         _, slopes_N = self._weights(samples)
         return token_mean(samples.lengths_N, totals) * slopes_N
 
     def _weights(self, samples: Samples) -> tuple[Tensor, Tensor]:
-        """K softmax(g)_i with g = h^lambda, and its derivative by lambda: f_i (g_i ln h_i - mean of g ln h under f)."""
+        """Return f_i = K softmax(g)_i, g = h^lambda, and df_i/dlambda = f_i (g_i ln h_i - mean of g ln h under f)."""
         if samples.group_lengths_NK is None:
             raise AlgorithmError(
                 "lambda_grpo: got samples without the lengths of their groups, allowed is with group_lengths_NK; "
@@ -389,7 +389,7 @@ class LambdaGrpo(SampleAlgorithm):
         return 1 + self.spread * (lengths_NK - mean_N[:, None]) / safe_N[:, None]
 
     def learn(self, step_stats: StepStats) -> None:
-        """One Adam step of lambda down the policy loss, whose derivative, float64 [1], is the sum "lambda_slope".
+        """Take one Adam step of lambda down the policy loss, whose derivative, float64 [1], is the sum "lambda_slope".
 
         Raises:
             AlgorithmError: that sum is not there. NonFiniteError: it is not finite. Lambda is left as it was.
@@ -423,8 +423,8 @@ class LambdaGrpo(SampleAlgorithm):
 
 
 class CountWeights(SampleAlgorithm):
-    """Weights of samples by how seldom their pass rate came so far: the DARO author's first idea, with the data order
-    `data.prioritised.by: gaussian`.
+    """Weighs samples by how seldom their pass rate has occurred so far: the DARO author's first idea, with the data
+    order `data.prioritised.by: gaussian`.
 
     n_k counts groups of bin k in the steps before, from 1. `sqrt`: u_k = 1 / sqrt(n_k); `ucb`: u_k = 4 mu (1 - mu) +
     width sqrt(2 ln(sum of n) / n_k), the upper confidence bound of a bandit whose arms are pass rates and whose reward

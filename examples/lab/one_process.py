@@ -1,4 +1,4 @@
-"""The loop of `megatron-daro train` in this process alone: a run of the tiny world without the start of six processes.
+"""The loop of `megatron-daro train` in this process alone: a run of the tiny world without starting six processes.
 
 Controller, sampler, verifiers, evaluation, Megatron policy and embedded engine are the product's, put together as
 runtime/launch.py does it; only the thin shells around policy and engine, which are Ray actors there, are plain objects
@@ -74,12 +74,12 @@ class OnePolicy:
         return PreparedStep(dataclasses.replace(batch, **columns))
 
     async def train(self, prepared: PreparedStep, step: int) -> StepResult:
-        """One optimizer step, on the rows in the order and the micro-batches of the product's schedule."""
+        """Take one optimizer step, with rows and micro-batches in the order of the product's schedule."""
         rows, local = self._scheduled(prepared.batch)
         return await self._in_thread(self._policy.train_step, prepared.batch.select(rows), local, step=step)
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Always the same one, as in a rank: what torch keeps for a thread it would keep for several, without end."""
+        """Run work in one and the same thread, as in a rank: what torch keeps for each thread would pile up."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **options))
 
     def _scheduled(self, batch: StepBatch) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
@@ -88,11 +88,11 @@ class OnePolicy:
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        """There is one caller, so nothing is held."""
+        """Do nothing: there is only one caller."""
         yield
 
     async def export(self, plan: SendPlan) -> SendReport:
-        """All weights to the engine of the plan, as a rank sends them."""
+        """Send all weights to the engine of the plan, as a rank sends them."""
         for bucket in bucketize(self._policy.export(), plan.bucket_bytes):
             await cast(OneEngine, plan.targets[0].worker).receive(bucket)
         return SendReport()
@@ -116,7 +116,7 @@ class OnePolicy:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Let go of the model."""
+        """End the thread, and free the model."""
         self._thread.shutdown()
         self.__dict__.pop("_policy", None)
 
@@ -129,7 +129,7 @@ class OneEngine(EmbeddedEngine):
         return None if only else OneUpdate(self, version)
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
-        """It never comes back."""
+        """Ignore the call: this engine never comes back."""
 
 
 class OneUpdate:
@@ -141,7 +141,7 @@ class OneUpdate:
     async def prepare(self) -> SendPlan:
         """Open the update."""
         self._engine.open_update()
-        target = Target("engine", worker=cast(Any, self._engine))  # called as it is, not by Ray
+        target = Target("engine", worker=cast(Any, self._engine))  # called directly, not by Ray
         return SendPlan(transport="ray", targets=(target,), bucket_bytes=_BUCKET_BYTES, timeout_s=_LIMIT_S)
 
     async def blame(self, report: SendReport) -> None:
@@ -149,22 +149,22 @@ class OneUpdate:
         raise SyncError(str(report.failures))
 
     async def install(self, report: SendReport) -> None:
-        """The weights change."""
+        """Change the weights."""
         await self._engine.commit_update(self._version)
 
     async def accept(self) -> Mapping[str, float]:
-        """Nothing is left to do."""
+        """Return no metrics: nothing is left to do."""
         return {}
 
     def abandon(self, error: SyncError) -> None:
-        """The run ends with the error."""
+        """Do nothing: the run ends with the error."""
 
 
 def train(config: Config) -> RunOutcome:
     """Train as the configuration says; RUN/metrics.jsonl is written.
 
     Raises:
-        DaroError: the cause of a failure. ConfigError: what takes more than one process.
+        DaroError: the cause of a failure. ConfigError: the configuration takes more than one process.
     """
     if config.actor.world_size != 1 or config.engine.kind != "embedded" or config.engine.replicas != 1:
         raise ConfigError("actor, engine: allowed in one process are one rank and one embedded engine")

@@ -1,7 +1,7 @@
 """The lab's page: one HTML file that needs no network, in the look of `megatron-daro report`.
 
-Place in the data flow: RESULTS/*.parquet -> tables (`findings`) and plots -> lab.html. Nothing is computed here that
-`results` or `findings` does not compute for the pages as well.
+Place in the data flow: RESULTS/*.parquet -> tables (`findings`) and plots -> lab.html. Numbers are computed by
+`results` and `findings`, as for the other pages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BASELINE_LOOK = {"color": "#1f2430", "width": 3, "dash": "dash"}
 
 
 def write_page(folder: Path, target: Path) -> Path:
-    """Write the page of a folder of results. Returns the file."""
+    """Write the page of a folder of results. Return the file."""
     outcomes, note = results.read(folder)
     worlds = list(dict.fromkeys(o.job.world for o in outcomes))
     tables = {world: results.compared(outcomes, world) for world in worlds}
@@ -51,7 +51,7 @@ def write_page(folder: Path, target: Path) -> Path:
 def _head(outcomes: list[Outcome], tables: Mapping[str, Mapping[str, Runs]]) -> dict[str, Any]:
     rates = findings.searched_rates(outcomes)
     header, differences = findings.matrix(tables)
-    header = [name.replace("_", "_\u200b") for name in header]  # so that a name can be broken, and all columns seen
+    header = [name.replace("_", "_\u200b") for name in header]  # so that names can break and all columns fit
     verdicts = [findings.verdict(world, table) for world, table in tables.items()]
     worlds = [
         (f"{world}: {_about(world)}", Table(findings.HEADER, findings.table(table, rates[world]), number_columns=8))
@@ -77,7 +77,7 @@ def _section(world: str, table: Mapping[str, Runs]) -> Section:
 
 
 def _model_dials(world: str) -> ModelDials | None:
-    """The dials of a world with a language model."""
+    """Return the dials of a world with a language model; None for another world."""
     dials = WORLDS[world].dials if world in WORLDS else None
     return dials if isinstance(dials, ModelDials) else None
 
@@ -87,15 +87,15 @@ def _about(world: str) -> str:
 
 
 def _ranked(table: Mapping[str, Runs]) -> list[str]:
-    """Arms by mean final accuracy, the baseline first; those that diverged last."""
+    """Return the arms by mean final accuracy, the baseline first; those that diverged last."""
     means = {arm: results.final_accuracy(runs).mean for arm, runs in table.items()}
     order = sorted(table, key=lambda arm: -means[arm] if means[arm] == means[arm] else 9.0)
     return [arm for arm in table if arm == BASELINE] + [arm for arm in order if arm != BASELINE]
 
 
 def _drawn(table: Mapping[str, Runs]) -> list[str]:
-    """The arms whose curves are drawn: the baseline, the best of the others, DARO as published and its best variants.
-    The baseline is drawn last, above those that nearly equal it."""
+    """Return the arms whose curves are drawn: the best of the others, DARO as published and its best variants, and the
+    baseline, which is drawn last, above those that nearly equal it."""
     ranked = [arm for arm in _ranked(table) if not is_control(arm)]
     variants = [arm for arm in ranked if is_daro(arm)]
     variants = [arm for arm in variants if arm == PUBLISHED or arm in variants[:_SHOWN]]
@@ -197,7 +197,7 @@ def _pass_at(world: str, table: Mapping[str, Runs]) -> list[Plot]:
 
 
 def _weights(table: Mapping[str, Runs]) -> list[Plot]:
-    """Weights over time of each arm that learns some: one line for each bin."""
+    """Plot the weights over time of each arm that learns some: one line for each bin."""
     plots = []
     for arm in _ranked(table):
         whole = [o for o in _whole(table[arm]) if o.records[-1].get("weights")]
@@ -227,7 +227,7 @@ def _tail(outcomes: list[Outcome], note: Mapping[str, str]) -> dict[str, Table]:
 
 
 def _short(value: float) -> float | None:
-    """Five digits: what a screen can show; None for what is no number."""
+    """Return a number with five digits, as many as a screen can show; None if it is not finite."""
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 

@@ -22,10 +22,10 @@ from megatron_daro.errors import DataError
 
 CURVES, DETAILS = "curves.parquet", "details.parquet"
 LEVEL = 0.05
-"""Of significance, for p values."""
+"""The level of significance, for p values."""
 _DETAILED = ("bands", "pass_at", "weights", "trained_accuracy", "extra_wrong", "extra_right")
 _KEYS = ("kind", "world", "arm", "purpose", "seed", "learning_rate")
-# Two-sided 95 % points of Student's t, by degrees of freedom; beyond the table the normal's.
+# Two-sided 95 % points of Student's t, by degrees of freedom; beyond the table the normal distribution's is used.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
@@ -42,7 +42,7 @@ class Job:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What names it in the results."""
+        """The values that identify it in the results."""
         return tuple(getattr(self, name) for name in _KEYS)
 
 
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def final(self) -> float:
-        """Held-out accuracy after the last step; not a number for a run that ended early."""
+        """Held-out accuracy after the last step; nan for a run that ended early."""
         return math.nan if self.ended else self.records[-1]["accuracy"]
 
     @property
@@ -68,10 +68,10 @@ class Outcome:
         return "worse than before training" if self.final < self.records[0]["accuracy"] else ""
 
     def steps_to(self, accuracy: float, axis: str = "step") -> float:
-        """Where the curve first reaches an accuracy, between two evaluations by straight line; infinite if never.
+        """Return where the curve first reaches an accuracy, linear between evaluations; infinite if never.
 
         Args:
-            accuracy: the mark. axis: "step", or "answers" or "tokens" for all that were sampled, with filtered ones.
+            accuracy: to reach. axis: "step", or "answers" or "tokens" for all that were sampled, with filtered ones.
         """
         before: dict[str, Any] | None = None
         for record in self.records:
@@ -84,8 +84,8 @@ class Outcome:
         return math.inf
 
     def mean_accuracy(self, budget: float, axis: str) -> float:
-        """Accuracy from the start to `budget` on an axis, averaged over it, between evaluations by straight line; not a
-        number for a run that ended early.
+        """Return the accuracy averaged over an axis from the start to `budget`, linear between evaluations; nan for a
+        run that ended early.
 
         Args:
             budget: above 0, at most the last record's. axis: as in `steps_to`.
@@ -139,7 +139,7 @@ def write(folder: Path, outcomes: Iterable[Outcome], note: Mapping[str, str]) ->
                 )
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in ((CURVES, curves), (DETAILS, details)):
-        # Without names Arrow takes those of the first row, and drops what only others have.
+        # Without names Arrow takes the columns of the first row, and drops those that only other rows have.
         columns = dict.fromkeys(name for row in rows for name in row)
         table = pa.Table.from_pydict({c: [row.get(c) for row in rows] for c in columns})
         table = table.replace_schema_metadata(dict(note))
@@ -147,10 +147,10 @@ def write(folder: Path, outcomes: Iterable[Outcome], note: Mapping[str, str]) ->
 
 
 def read(folder: Path) -> tuple[list[Outcome], dict[str, str]]:
-    """What `write` wrote: outcomes and the note.
+    """Return what `write` wrote: outcomes and the note.
 
     Raises:
-        DataError: a file is not there or no Parquet.
+        DataError: a file is missing, or is not Parquet.
     """
     try:
         curves, details = (pq.read_table(folder / name) for name in (CURVES, DETAILS))
@@ -171,9 +171,9 @@ def read(folder: Path) -> tuple[list[Outcome], dict[str, str]]:
 
 
 def best_rates(outcomes: Iterable[Outcome]) -> dict[tuple[str, str], float]:
-    """(world, arm) -> the learning rate with the highest mean final accuracy over the tuning seeds.
+    """Return (world, arm) -> the learning rate with the highest mean final accuracy over the tuning seeds.
 
-    A rate at which any tuning run diverged is out; if all are, the smallest is taken, and the comparison will say so.
+    A rate at which any tuning run diverged is excluded; if all are, the smallest is taken, and the comparison shows it.
     """
     finals: dict[tuple[str, str], dict[float, list[float]]] = {}
     for outcome in outcomes:
@@ -188,7 +188,7 @@ def best_rates(outcomes: Iterable[Outcome]) -> dict[tuple[str, str], float]:
 
 
 def compared(outcomes: Iterable[Outcome], world: str) -> dict[str, dict[int, Outcome]]:
-    """arm -> seed -> outcome of the comparison in one world."""
+    """Return arm -> seed -> outcome of the comparison in one world."""
     table: dict[str, dict[int, Outcome]] = {}
     for outcome in outcomes:
         if outcome.job.world == world and outcome.job.purpose == "compare":
@@ -197,12 +197,12 @@ def compared(outcomes: Iterable[Outcome], world: str) -> dict[str, dict[int, Out
 
 
 def final_accuracy(runs: Mapping[int, Outcome]) -> Interval:
-    """Final held-out accuracy over the seeds; nan if one diverged."""
+    """Return the final held-out accuracy over the seeds; nan if one diverged."""
     return Interval.of([o.final for o in runs.values()])
 
 
 def differences(runs: Mapping[int, Outcome], other: Mapping[int, Outcome], measure: str) -> list[float]:
-    """One arm less another, for each seed that both have.
+    """Return one arm less another, for each seed that both have.
 
     Args:
         measure: "final" for the final accuracy, or "tokens" or "answers" for accuracy averaged over these up to where
@@ -219,21 +219,21 @@ def differences(runs: Mapping[int, Outcome], other: Mapping[int, Outcome], measu
 
 
 def difference(runs: Mapping[int, Outcome], other: Mapping[int, Outcome]) -> Interval:
-    """Final accuracy of one arm less another's, with its interval over the seeds."""
+    """Return the final accuracy of one arm less another's, with its interval over the seeds."""
     return Interval.of(differences(runs, other, "final"))
 
 
 def difference_over_tokens(runs: Mapping[int, Outcome], other: Mapping[int, Outcome]) -> Interval:
-    """The same of accuracy averaged over the tokens generated."""
+    """Return the same for accuracy averaged over the tokens generated."""
     return Interval.of(differences(runs, other, "tokens"))
 
 
 def p_value(values: Sequence[float]) -> float:
-    """Two-sided p of a mean of 0, by Student's t with one degree of freedom less than there are values."""
+    """Return the two-sided p of a mean of 0, by Student's t with one degree of freedom less than there are values."""
     degrees = len(values) - 1
     t = abs(fmean(values)) / (stdev(values) / math.sqrt(len(values)))
     scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
-    # Simpson's rule over x = sqrt(degrees) tan(a), which makes the whole line a finite one.
+    # Simpson's rule over x = sqrt(degrees) tan(a), which maps the whole line to a finite interval.
     end, parts = math.atan(t / math.sqrt(degrees)), 400
     heights = [math.cos(end * i / parts) ** (degrees - 1) for i in range(parts + 1)]
     inner = heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
@@ -241,7 +241,7 @@ def p_value(values: Sequence[float]) -> float:
 
 
 def benjamini_hochberg(ps: Sequence[float]) -> list[float]:
-    """Adjusted p values, in the order given. Source: Benjamini and Hochberg 1995."""
+    """Return adjusted p values, in the order given. Source: Benjamini and Hochberg 1995."""
     adjusted, most = [0.0] * len(ps), 1.0
     for rank, i in sorted(enumerate(sorted(range(len(ps)), key=ps.__getitem__), start=1), reverse=True):
         most = min(most, len(ps) / rank * ps[i])
@@ -250,7 +250,7 @@ def benjamini_hochberg(ps: Sequence[float]) -> list[float]:
 
 
 def ratios_to_baseline(runs: Mapping[int, Outcome], baseline: Mapping[int, Outcome], axis: str = "step") -> list[float]:
-    """For each seed, the steps (or answers) to the baseline's final accuracy over those that the baseline needs."""
+    """Return for each seed the steps (or answers) to the baseline's final accuracy, over those of the baseline."""
     found = []
     for seed in sorted(runs.keys() & baseline.keys()):
         mark = baseline[seed].final

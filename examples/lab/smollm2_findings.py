@@ -24,7 +24,7 @@ Compared = Mapping[str, Mapping[int, Outcome]]
 
 
 def rates(outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
-    """The search: final accuracy of each arm at each learning rate, one seed, in percent."""
+    """Return the search: final accuracy of each arm at each learning rate, one seed, in percent."""
     tuned = [outcome for outcome in outcomes if outcome.job.purpose == "tune"]
     columns = sorted({outcome.job.learning_rate for outcome in tuned})
     found = {(o.job.arm, o.job.learning_rate): "diverged" if o.ended else f"{100 * o.final:.1f}" for o in tuned}
@@ -34,8 +34,8 @@ def rates(outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
 
 
 def secondary(arms: Compared) -> tuple[list[str], list[list[str]]]:
-    """The first arm of the primary contrast less every arm but the second, over the same tokens, with p values by
-    Benjamini-Hochberg; an arm with a run that diverged, or with one seed, has none and is not counted."""
+    """Return the first arm of the primary contrast less every arm but the second, over the same tokens, with p values
+    by Benjamini-Hochberg; an arm with a run that diverged, or with one seed, has no p value and is not counted."""
     others = [arm for arm in arms if arm not in PRIMARY]
     found = {arm: differences(arms[PRIMARY[0]], arms[arm], "tokens") for arm in others}
     tested = [arm for arm in others if len(found[arm]) > 1 and all(map(math.isfinite, found[arm]))]
@@ -48,7 +48,7 @@ def secondary(arms: Compared) -> tuple[list[str], list[list[str]]]:
 
 
 def by_kind(arms: Compared) -> tuple[list[str], list[list[str]]]:
-    """Accuracy by kind of problem before training and after, in percent; mean over seeds."""
+    """Return the accuracy by kind of problem before training and after, in percent; mean over seeds."""
     first = [outcome.records[0]["bands"] for runs in arms.values() for outcome in runs.values()]
     last = {arm: [outcome.records[-1]["bands"] for outcome in runs.values()] for arm, runs in arms.items()}
     rows = []
@@ -59,7 +59,7 @@ def by_kind(arms: Compared) -> tuple[list[str], list[list[str]]]:
 
 
 def weights(arms: Compared) -> tuple[list[str], list[list[str]]]:
-    """The learned weight of each pass rate at some evaluations, mean over seeds; arms without weights are left out."""
+    """Return the learned weight of each pass rate at every other evaluation, mean over seeds, of arms with weights."""
     rows, size = [], 0
     for arm, runs in arms.items():
         records = [[r for r in outcome.records if r.get("weights")] for outcome in runs.values()]
@@ -72,7 +72,7 @@ def weights(arms: Compared) -> tuple[list[str], list[list[str]]]:
 
 
 def report(outcomes: Sequence[Outcome], arms: Compared) -> str:
-    """All tables, as they stand in the page.
+    """Return all tables, as they are in the page.
 
     Args:
         outcomes: of the whole lab. arms: the compared runs.

@@ -1,8 +1,8 @@
 """One run with a language model: the product's training loop in this process, and its metrics as records of the lab.
 
 Place in the data flow: (settings, arm, learning rate, seed) -> base model (made once, shared by all runs)
--> a run directory -> records like those of `closed_run`. Refuses to read a run that failed as one that diverged: a
-failure that is not about numbers is an error.
+-> a run directory -> records like those of `closed_run`. A run counts as diverged only if numbers were not finite; any
+other failure is an error.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _ONE_PROCESS = (
     *("actor.data_parallel=1", "engine.replicas=1", "engine.embedded.threads=1", "reward.workers=1"),
     *("trainer.save_every_steps=100000", "trainer.export_hf=false", "observe.tensorboard=false"),
 )
-"""What `one_process` takes, and files that nobody reads."""
+"""Options that `one_process` needs, and files left out that nobody reads."""
 
 
 @dataclass(frozen=True)
 class ModelDials:
     """What a run with a language model takes: optimizer steps, steps between evaluations, answers to each held-out
     problem in an evaluation (a power of 2), optimizer steps for each batch, the reward of a wrong answer. All runs
-    start from one model and have its problems: a seed is the order of the problems and the noise of the answers.
+    start from one model and have its problems: a seed decides the order of the problems and the noise of the answers.
 
     kind: of the jobs. config: the file that a run's options are added to. sets: held-out sets; an evaluation's accuracy
-    is the mean over them. bands: parts of each set, by the names that metrics give them, with what they are called and
-    what they have in common.
+    is the mean over them. bands: parts of each set, name in the metrics -> name in the lab; bands_are: what tells the
+    parts apart.
     """
 
     kind: ClassVar[str]
@@ -60,13 +60,13 @@ class ModelDials:
         raise NotImplementedError
 
     def held_out(self, base: Path) -> dict[str, Path]:
-        """The files of the sets."""
+        """Return the files of the sets."""
         return {name: base / f"{name}.jsonl" for name in self.sets}
 
 
 @dataclass(frozen=True)
 class TinyDials(ModelDials):
-    """Of the world `chains`. base: what its base model is made by."""
+    """The dials of the tiny worlds. base: settings of their base model."""
 
     kind = "tiny"
     config = _HERE / "chains.yaml"
@@ -86,14 +86,14 @@ class TinyDials(ModelDials):
 
 
 def base_of(dials: ModelDials, folder: Path) -> Path:
-    """The base model and the problems; made unless they are there with the same settings."""
+    """Return the folder of base model and problems, which are made unless they are there with the same settings."""
     target = folder / "base"
     dials.make_base(target)
     return target
 
 
 def run_arm(dials: ModelDials, arm: str, learning_rate: float, seed: int, folder: Path) -> Run:
-    """One run by the product's loop. Two runs of the same arguments have the same records.
+    """Do one run by the product's loop. Two runs with the same arguments have the same records.
 
     Args:
         dials, arm, learning_rate, seed: what is run. folder: for base models and run directories.
@@ -114,7 +114,7 @@ def run_arm(dials: ModelDials, arm: str, learning_rate: float, seed: int, folder
 
 
 def config_of(dials: ModelDials, arm: str, learning_rate: float, seed: int, base: Path, run_dir: Path) -> Config:
-    """The configuration of a run: `megatron-daro train` takes the same file and options."""
+    """Return the configuration of a run; `megatron-daro train` takes the same file and options."""
     options = _options(dials, base, run_dir, learning_rate, seed) + command_line(arm)
     if section_of(arm).has_critic:
         options.append(f"algorithm.critic.learning_rate={learning_rate}")
@@ -122,7 +122,7 @@ def config_of(dials: ModelDials, arm: str, learning_rate: float, seed: int, base
 
 
 def read_records(run_dir: Path, dials: ModelDials) -> list[dict[str, Any]]:
-    """The evaluations of a run directory, as records: accuracy at temperature 1, the trained distribution's. Tokens are
+    """Return the evaluations of a run directory, as records. Accuracy is at temperature 1, as in training. Tokens are
     those of all answers that were sampled to train on."""
     records: list[dict[str, Any]] = []
     answers, tokens, weights = 0.0, 0.0, dict[int, float]()
@@ -145,7 +145,7 @@ def read_records(run_dir: Path, dials: ModelDials) -> list[dict[str, Any]]:
 
 
 def _evaluation(row: dict[str, Any], name: str, bands: Sequence[str]) -> tuple[list[float], ...]:
-    """Accuracy, accuracy by band and pass@k of one set in a line of metrics; nothing where it has none."""
+    """Return accuracy, accuracy by band and pass@k of one set in a line of metrics; empty if it has none."""
     start = f"eval/{name}"
     if f"{start}/accuracy" not in row:
         return ()

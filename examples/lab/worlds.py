@@ -1,9 +1,9 @@
-"""The worlds of the lab. The closed-form ones were fixed before any arm but GRPO was looked at.
+"""The worlds of the lab. The closed-form ones were fixed when of all arms only GRPO had been looked at.
 
-What real dumps look like decided the numbers: pass rates in a U with more hard problems than easy ones, and wrong
-answers that are half as long again as right ones. Each further world turns one dial of `skewed`. The tiny world trains
-a small language model by the real product; it costs half a minute of a core a run, so it has fewer arms and learning
-rates. `smollm2` trains a real one: a quarter of an hour of a core a run, so it runs only where it is asked for.
+The numbers of `skewed` follow real dumps: U-shaped pass rates with more hard problems than easy ones, and wrong answers
+half as long again as right ones. Each further closed-form world turns dials of `skewed`. The tiny worlds train a small
+language model by the real product; a run takes half a minute of a core, so they have fewer arms and learning rates.
+`smollm2` trains a real one: a run takes a quarter of an hour of a core, so it runs only where it is asked for.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from tiny_run import ModelDials, TinyDials
 RATES = (0.02, 0.04, 0.08)
 TUNING_SEEDS = (1000, 1001)
 FURTHER = TUNING_SEEDS[:1]
-"""The search in the worlds that turn one more dial takes one seed a rate."""
+"""The search in the further worlds takes one seed for each learning rate."""
 CRITIC_ARMS = ("ppo", "ppo_decay", "ppo_decay_pretrained", "vc_ppo", "vapo")
 LADDER_WORLD = "chains_ladder"
-"""Where each rung has the rate of the one before it, as in the paper: GRPO's in `chains`, halved because a batch has
-four steps of a fourth of its groups."""
+"""The world in which every rung has one learning rate, as in the paper: GRPO's in `chains`, halved because a batch has
+four steps, each of a fourth of its groups."""
 TINY_ARMS = (
     *("grpo", "dapo", "dr_grpo", "lite_ppo", "rloo", "maxrl", "f_grpo", "ha_dw"),
     *("daro", "daro_half_life", "daro_shared", "daro_shared_half_life"),
     *("ppo", "daro_ppo", "kimi"),
 )
-"""The arms that say most: a run by the real product takes about half a minute of a core."""
+"""The most telling arms: a run by the real product takes about half a minute of a core."""
 SMOL_ARMS = (*PRIMARY, "grpo", "daro", "daro_shared", "daro_frozen", "dr_grpo", "lite_ppo", "ha_dw")
-"""Of `smollm2`, the primary contrast first."""
+"""The arms of `smollm2`, those of the primary contrast first."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
     """A world and how much is run in it.
 
-    about: one line. goal: whether its spectrum is skewed and lengths differ by verdict, so that the goal is stated for
-    it. rates, tuning_seeds: the search for each arm's learning rate; a single rate is taken without one. arms: only
-    these; None is all.
+    about: one line. goal: whether the lab's goal is stated for it. rates, tuning_seeds: the search for each arm's
+    learning rate; with a single rate there is no search. arms: only these; None is all.
     """
 
     about: str
@@ -52,7 +51,7 @@ class World:
 
     @property
     def kind(self) -> str:
-        """Of its jobs: closed, tiny or smollm2."""
+        """The kind of its jobs: closed, tiny or smollm2."""
         return "closed" if isinstance(self.dials, Dials) else self.dials.kind
 
 

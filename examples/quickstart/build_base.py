@@ -1,10 +1,10 @@
 """Builds the quickstart's base model: a small Qwen2, pretrained on worked sums by the Megatron actor itself.
 
-Supervised training needs no loss of its own: with every advantage 1 and the current log-probs in the place of the old
-ones, the clipped surrogate's gradient is that of the mean negative log-likelihood (ratio 1, d ratio = d logprob).
+Supervised training needs no loss of its own: with every advantage 1 and the current log-probs in place of the old ones,
+the clipped surrogate's gradient is that of the mean negative log-likelihood (ratio 1, d ratio = d logprob).
 
 Place in the data flow: settings -> OUT/model (an ordinary Hugging Face checkpoint), OUT/train.jsonl and
-OUT/held_out.jsonl. The number of steps is fixed, not the time, so equal settings give the same model. Refuses to build
+OUT/held_out.jsonl. The number of steps is fixed, not the time, so equal settings give the same model. Does not build
 again what is there with the same settings; a folder with other settings is replaced.
 """
 
@@ -64,25 +64,25 @@ class BaseSettings:
     training_shares: dict[int, float] = field(default_factory=lambda: {1: 1.0, 2: 2.0, 3: 3.0, 4: 3.0, 5: 3.0})
 
     def fingerprint(self) -> str:
-        """Changes with any setting and with the code that makes the data and the model."""
+        """Return a hash that changes with any setting and with the code that makes the data and the model."""
         content = json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
         return hashlib.sha256(content + b"".join(path.read_bytes() for path in self.sources())).hexdigest()
 
     def sources(self) -> list[Path]:
-        """The files whose code decides what is built."""
+        """Return the files whose code decides what is built."""
         return [Path(__file__).parent / name for name in _SOURCES]
 
     def held_out(self) -> frozenset[Any]:
-        """What names the problems that no text may be about."""
+        """Return the keys of the problems that no text may be about."""
         return frozenset(problem.key for problem in problems.held_out_problems(self.seed))
 
     @property
     def vocabulary(self) -> tokenizer.Characters:
-        """Of the model and its texts."""
+        """The tokens of the model and its texts."""
         return tokenizer.SUMS
 
     def samples(self, step: int, held_out: frozenset[Any]) -> list[tuple[list[int], list[int], list[int]]]:
-        """The samples of one step: ids of the prompt, ids behind it, and 1 for each of these that is learnt."""
+        """Return the samples of one step: ids of the prompt, ids after it, and 1 for each of these that is learnt."""
         encode, end = self.vocabulary.encode, self.vocabulary.ids["<eos>"]
         rows = []
         for problem, answer in self.texts(step, held_out):
@@ -91,7 +91,7 @@ class BaseSettings:
         return rows
 
     def texts(self, step: int, held_out: frozenset[Any]) -> list[tuple[str, str]]:
-        """The (problem, answer) texts of one step."""
+        """Return the (problem, answer) texts of one step."""
         rng = random.Random(f"texts {self.seed} {step}")
         texts: list[tuple[str, str]] = []
         while len(texts) < self.batch:
@@ -109,7 +109,7 @@ class BaseSettings:
 
 
 def supervised_batch(settings: BaseSettings, step: int, held_out: frozenset[Any]) -> Any:
-    """The texts of one step as a StepBatch of independent samples with advantage 1."""
+    """Return the texts of one step as a StepBatch of independent samples with advantage 1."""
     from megatron_daro.types import StepBatch
 
     rows = settings.samples(step, held_out)
@@ -131,7 +131,7 @@ def supervised_batch(settings: BaseSettings, step: int, held_out: frozenset[Any]
 
 
 def write_random_model(directory: Path, settings: BaseSettings) -> None:
-    """A Qwen2 checkpoint with random weights, and the tokenizer."""
+    """Write a Qwen2 checkpoint with random weights, and the tokenizer."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -155,7 +155,7 @@ def write_random_model(directory: Path, settings: BaseSettings) -> None:
 
 
 def pretrain(rank: int, processes: int, address: str, start: Path, target: Path, settings: BaseSettings) -> None:
-    """One data-parallel rank of the pretraining; rank 0 writes the checkpoint and reports."""
+    """Run one data-parallel rank of the pretraining; rank 0 writes the checkpoint and reports."""
     warnings.filterwarnings("ignore")
     import torch
 
@@ -192,9 +192,9 @@ def pretrain(rank: int, processes: int, address: str, start: Path, target: Path,
 
 
 def build(target: Path, settings: BaseSettings, processes: int) -> bool:
-    """Build into `target` unless it is there already. Returns whether something was built.
+    """Build into `target` unless it is there already. Return whether something was built.
 
-    All files are made in a folder beside it that takes its name at the end, so a build that is interrupted, or runs
+    All files are made in a folder beside it that is renamed to it at the end, so a build that is interrupted, or runs
     twice at once, never leaves half a model behind.
     """
     if _fingerprint_in(target) == settings.fingerprint():
@@ -214,7 +214,7 @@ def build(target: Path, settings: BaseSettings, processes: int) -> bool:
 
 
 def _fingerprint_in(target: Path) -> str | None:
-    """None for a folder without a whole settings file."""
+    """Return the fingerprint in a folder; None if it has no complete settings file."""
     try:
         return json.loads((target / SETTINGS_FILE).read_text(encoding="utf-8"))["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -230,7 +230,7 @@ def _run_ranks(processes: int, start: Path, target: Path, settings: BaseSettings
 
 
 def main(defaults: BaseSettings, output: Path) -> None:
-    """The command line: builds with `defaults` into `output`, unless told otherwise."""
+    """Run the command line: build with `defaults` into `output`, unless told otherwise."""
     parser = argparse.ArgumentParser(description=f"Builds a small base model for {output.name.removesuffix('-base')}.")
     parser.add_argument("--output", type=Path, default=output)
     parser.add_argument("--steps", type=int, default=defaults.steps)

@@ -54,8 +54,8 @@ class Sum:
 class Slips:
     """How often a step of a training text goes wrong, each in [0, 1].
 
-    forget: a carry is left out. digit: the step's sum is off by one. skip: the step is missing. repeat: the step stands
-    there twice, which only makes the answer longer.
+    forget: a carry is left out. digit: the step's sum is off by one. skip: the step is missing. repeat: the step is
+    written twice, which only makes the answer longer.
     """
 
     forget: float = 0.0
@@ -65,7 +65,7 @@ class Slips:
 
 
 def draw(rng: random.Random, shares: Mapping[int, float], kind: type[Sum] = Sum) -> Sum:
-    """A random problem. `shares`: weight of each number of digits. The shorter number has 1 to as many digits."""
+    """Return a random problem. `shares`: weight of each number of digits. The other number has at most as many."""
     digits = rng.choices(list(shares), weights=list(shares.values()))[0]
     numbers = [_number(rng, digits), _number(rng, rng.randint(1, digits))]
     rng.shuffle(numbers)
@@ -73,7 +73,7 @@ def draw(rng: random.Random, shares: Mapping[int, float], kind: type[Sum] = Sum)
 
 
 def worked_answer(problem: Sum, rng: random.Random | None = None, slips: Slips | None = None) -> str:
-    """The steps and the answer as text; without `slips` it is right."""
+    """Return the steps and the answer as text; without `slips` it is right."""
     rng, slips = rng or random.Random(0), slips or Slips()
     width, carry, steps, low_digits = problem.digits, 0, [], ""
     left, right = (str(n).zfill(width) for n in (problem.left, problem.right))
@@ -93,7 +93,7 @@ def worked_answer(problem: Sum, rng: random.Random | None = None, slips: Slips |
 
 
 def held_out_problems(seed: int, counts: Mapping[int, int] = HELD_OUT, kind: type[Sum] = Sum) -> list[Sum]:
-    """The evaluation set: `counts` problems per number of digits, no two of them the same but for their order."""
+    """Return the evaluation set: `counts` problems per number of digits, of which no two differ only in order."""
     rng = random.Random(f"held out {seed}")
     found: dict[tuple[int, int], Sum] = {}
     for digits, count in counts.items():
@@ -110,14 +110,14 @@ def held_out_problems(seed: int, counts: Mapping[int, int] = HELD_OUT, kind: typ
 def training_problems(
     seed: int, draws: int, shares: Mapping[int, float], held_out: Iterable[Sum], kind: type[Sum] = Sum
 ) -> list[Sum]:
-    """The different ones among so many random problems, in random order, without those held out."""
+    """Return the different problems among `draws` random ones, in random order, without those held out."""
     keys = {problem.key for problem in held_out}
     found = _draws(random.Random(f"training {seed}"), shares, draws, kind)
     return list(dict.fromkeys(problem for problem in found if problem.key not in keys))
 
 
 def write_problems(path: Path, problems: Iterable[Sum]) -> None:
-    """JSON lines of problem, answer and category."""
+    """Write JSON lines of problem, answer and category."""
     rows = ({"problem": p.text, "answer": p.answer, "category": f"digits_{p.digits}"} for p in problems)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

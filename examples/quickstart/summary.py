@@ -22,15 +22,15 @@ ALL, CALLS = "all", "tool calls, mean"
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that hold an evaluation, in order."""
+    """Return the lines of metrics.jsonl that hold an evaluation, in order."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines if line.strip()]
     return [record for record in records if any(key.startswith("eval/") for key in record)]
 
 
 def accuracy_rows(first: dict[str, Any], last: dict[str, Any]) -> list[tuple[str, str, float, float]]:
-    """(set, category or `ALL`, accuracy before, after) of every key in both, the whole set behind its categories; last
-    (set, `CALLS`, tool calls per conversation before, after) where it has conversations."""
+    """Return (set, category or `ALL`, accuracy before, after) of every key in both, the whole set after its categories;
+    then (set, `CALLS`, tool calls per conversation before, after) if the set has conversations."""
     rows = []
     for key in sorted(first):
         parts = key.split("/", 3)
@@ -43,7 +43,7 @@ def accuracy_rows(first: dict[str, Any], last: dict[str, Any]) -> list[tuple[str
 
 
 def accuracy_table(first: dict[str, Any], last: dict[str, Any]) -> Table:
-    """The table of both evaluations."""
+    """Return the table of both evaluations."""
     table = Table(title="Accuracy on held-out problems")
     for column in ("set", "difficulty"):
         table.add_column(column)
@@ -61,7 +61,7 @@ def accuracy_table(first: dict[str, Any], last: dict[str, Any]) -> Table:
 
 
 def main(arguments: list[str]) -> int:
-    """The command line: the run directory. Returns the exit code."""
+    """Run the command line: the run directory. Return the exit code."""
     if len(arguments) != 1:
         print("usage: summary.py RUN", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """The quickstart's tokenizer: one token per character, `####` and the three special tokens; 24 tokens in all.
 
 Place in the data flow: written once beside the base model; the run loads it as it loads any Hugging Face tokenizer.
-A character outside the alphabet is left out.
+The run leaves out a character that is not in the alphabet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPECIAL = ("<pad>", "<bos>", "<eos>")
 class Characters:
     """A tokenizer with a token for each character of `alphabet`, each of `words` and each of `special`.
 
-    special begins with padding, begin and end of a text. template: of a chat, in Jinja.
+    special: padding, begin and end of a text come first. template: of a chat, in Jinja.
     """
 
     alphabet: str
@@ -34,11 +34,11 @@ class Characters:
 
     @cached_property
     def pattern(self) -> str:
-        """Matches one token, special ones left out: of two words that fit, the longer one."""
+        """A regular expression for one token, special ones left out: of two words that fit, the longer one."""
         return "|".join([*(re.escape(word) for word in sorted(self.words, key=len, reverse=True)), r"[\s\S]"])
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens: the same as the written tokenizer's, without loading it.
+        """Return the ids of a text, without special tokens: the same as the written tokenizer's, without loading it.
 
         Raises:
             KeyError: a character outside the alphabet.
@@ -74,4 +74,4 @@ class Characters:
 
 
 SUMS = Characters("0123456789+-*/()=;, ")
-"""That of the sums."""
+"""The tokenizer of the sums."""

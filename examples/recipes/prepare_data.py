@@ -5,8 +5,8 @@
     python examples/recipes/prepare_data.py --out data --name math500 math500.jsonl
 
 Reads what docs/data.md lists (Parquet, JSON, JSON lines; fields by name). DAPO's instructions around a problem are
-taken off, since the recipe's template has its own; repeated problems are written once, those with two answers not at
-all. Says what was left out. Downloads nothing.
+removed, since the recipe's template has its own; repeated problems are written once, those with two answers not at all.
+Says what was left out. Downloads nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def prepared(files: list[Path]) -> tuple[dict[str, str], Counter[str]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Problems as published -> the data of the recipes.")
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("data"), help="directory of the result (data)")

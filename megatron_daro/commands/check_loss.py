@@ -37,7 +37,7 @@ def check_loss(
     from megatron_daro.workshop.check_loss.script import write_script
     from megatron_daro.workshop.check_loss.search import Row, check
 
-    find_function(function)  # an error of the import is told here, once
+    find_function(function)  # reports an error of the import here, once
 
     def show(row: Row) -> None:
         flag = "on " if row.per_token else "off"

@@ -143,7 +143,7 @@ def _merge(adapter: Path, base: Path | None, out: Path, max_shard_size: str, oth
 
 
 def _carry_out(plan: Plan, out: Path, *, processes: int, verify: bool) -> None:
-    """Write the target; print the card and what the forward pass said."""
+    """Write the target; print the card and the result of the forward pass."""
     from megatron_daro.workshop.convert.conversion import convert as carry_out
 
     forward_checks: list[str] = []
@@ -163,7 +163,7 @@ def _carry_out(plan: Plan, out: Path, *, processes: int, verify: bool) -> None:
 
 
 def _start_workers_early() -> None:
-    """Let the process that workers are forked from import what they need, while this one does."""
+    """Start the process that workers are forked from, so that it imports what they need while this one does."""
     use_own_sockets()
     multiprocessing.set_forkserver_preload(["megatron_daro.workshop.convert.conversion"])
     forkserver.ensure_running()
@@ -179,7 +179,7 @@ def make_plan(
     max_shard_size: str,
     per_layer_keys: bool,
 ) -> Plan:
-    """Return what the options ask for.
+    """Return the plan that the options ask for.
 
     Raises:
         ConfigError: options that do not go together. ModelError, CheckpointError: the source cannot be converted.
@@ -232,7 +232,7 @@ def parse_size(text: str) -> int:
 
 
 class _ProgressBar:
-    """A bar on stderr for each phase; nothing where stderr is no terminal."""
+    """A bar on stderr for each phase; nothing where stderr is not a terminal."""
 
     def __init__(self, num_bytes: int) -> None:
         from rich.console import Console
@@ -258,7 +258,7 @@ class _ProgressBar:
         self._bar.stop()
 
     def show(self, phase: str, done_bytes: int) -> None:
-        """Say how far a phase is."""
+        """Show how far a phase has come."""
         if phase not in self._tasks:
             self._tasks[phase] = self._bar.add_task(phase, total=self._total)
         self._bar.update(self._tasks[phase], completed=min(done_bytes, self._total))  # type: ignore[arg-type]

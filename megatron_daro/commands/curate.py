@@ -1,4 +1,4 @@
-"""`megatron-daro curate`: problem files become one set without repeats, leaks and answers that nothing can check."""
+"""`megatron-daro curate`: turns problem files into one set without duplicates, leaks and uncheckable answers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def curate(
 
 
 def _kinds(text: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of a list with commas, in the order of `allowed`. Raises ConfigError for another name."""
+    """Return the names in a comma-separated list, in the order of `allowed`. Raises ConfigError for another name."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in allowed]
     if unknown:
@@ -134,7 +134,7 @@ def _split(data: Sequence[str]) -> tuple[list[Path], tuple[str, ...]]:
 
 
 def _check_sampling(sampling: Sampling, hf: Path | None, servers: Sequence[str]) -> None:
-    """Refuse what no pass rate can be measured with. Raises ConfigError."""
+    """Refuse options with which no pass rate can be measured. Raises ConfigError."""
     if hf and servers:
         raise ConfigError("curate: got --hf and --urls; allowed: one of them; fix: name the model that is asked")
     if sampling.verifier == "none":
@@ -157,7 +157,7 @@ def _sample(
     bounds: tuple[float, float],
     folder: Path,
 ) -> tuple[Mapping[int, Mapping[str, Any]], Mapping[str, Any]]:
-    """Ask the model about the rows that are left; returns their pass-rate fields and the statistics."""
+    """Ask the model about the rows that are left, and return their pass-rate fields and the statistics."""
     from megatron_daro.runtime.interrupts import interruptible
     from megatron_daro.workshop.curate import pass_rates
 

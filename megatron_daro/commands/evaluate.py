@@ -74,7 +74,7 @@ def evaluate(
     out: Out = None,
     compare: Compare = None,
 ) -> None:
-    """Evaluate a model (--hf, --checkpoint or --urls) on sets of problems; the same command goes on after a kill."""
+    """Evaluate a model (--hf, --checkpoint or --urls) on sets of problems; the same command resumes after a kill."""
     if compare:
         _compare(*compare, out)
         return
@@ -140,7 +140,7 @@ def _model_and_base(
     out: Path,
     notices: Notices,
 ) -> tuple[MeasuredModel, Config | None]:
-    """Return the model that is asked, and the configuration that was given or that a checkpoint's run has."""
+    """Return the model to measure, and the configuration that was given, or else that of the checkpoint's run."""
     from megatron_daro.config import resolve
     from megatron_daro.workshop.convert.model_config import find_config_folder
     from megatron_daro.workshop.evaluate import models
@@ -185,8 +185,8 @@ def _under_templates(
     temperature: float | None,
     top_p: float | None,
 ) -> list[EvalSet]:
-    """Return the sets with what the command line says of them; under several templates each set comes once for each,
-    named SET.TEMPLATE.
+    """Return the sets with the command line's options; with several templates, each set once for each template, named
+    SET.TEMPLATE.
 
     Raises:
         ConfigError: a value that no set can have, or a template twice.
@@ -207,7 +207,7 @@ def _under_templates(
 def _changed(
     one: EvalSet, samples: Sequence[str], temperature: float | None, top_p: float | None, template: str | None
 ) -> EvalSet:
-    """Return a set with what the command line says of it."""
+    """Return a set with the command line's options."""
     from pydantic import ValidationError
 
     changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "template": template}
@@ -234,7 +234,7 @@ def _changed(
 
 
 def _check_samples(samples: Sequence[str], chosen: Sequence[EvalSet]) -> None:
-    """Refuse numbers for a set that is not asked."""
+    """Refuse a number for a set that is not measured."""
     names = [one.name for one in chosen]
     for text in samples:
         name, equals, _ = text.rpartition("=")
@@ -247,7 +247,7 @@ def _value(overrides: Sequence[str], name: str) -> str:
 
 
 def require_checkpoint(checkpoint: Path) -> None:
-    """Refuse what is no checkpoint, and name those of a run directory, or of its folder of checkpoints."""
+    """Refuse what is not a checkpoint; of a run directory or its folder of checkpoints, name the checkpoints."""
     allowed = "a checkpoint directory such as RUN/checkpoints/step_000020"
     if not checkpoint.is_dir():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`megatron-daro plan`: which layouts of a recipe fit a cluster, what they take and cost."""
+"""`megatron-daro plan`: which layouts of a recipe fit a cluster, what memory they take and what a step costs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _show(result: Plan, workload: Workload, gpu: Gpu, bill: Bill, sync: Sequence
 
 
 def _learned(run: Path, config: Config, shape: ModelShape, gpu: Gpu) -> tuple[Workload, Constants]:
-    """Return the workload with the run's lengths, and constants that give the run's times; says both."""
+    """Return the workload with the run's lengths, and constants that reproduce the run's times; print a summary."""
     from megatron_daro.config.model_shape import read_model_shape
     from megatron_daro.workshop.plan.history import fitted, read_history
 
@@ -128,7 +128,7 @@ def _learned(run: Path, config: Config, shape: ModelShape, gpu: Gpu) -> tuple[Wo
 def _simulate(
     workload: Workload, gpu: Gpu, gpus: int, mtbf_hours: float, constants: Constants | None, save_every: int, file: Path
 ) -> None:
-    """Simulate sizes up to `gpus`, write the plot, and say where it stops to scale."""
+    """Simulate sizes up to `gpus`, write the plot, and print where scaling stops."""
     from megatron_daro.workshop.plan.scaling import Failures, doublings, simulate, stops_at, write_plot
 
     failures = Failures(mtbf_hours, save_every=max(save_every, 1))
@@ -140,5 +140,5 @@ def _simulate(
             err=True,
         )
     end = stops_at(sizes)
-    where = f"stops to scale at {end.gpus} GPUs: {end.bound_by}" if end else f"scales to {sizes[-1].gpus} GPUs"
+    where = f"stops scaling at {end.gpus} GPUs: {end.bound_by}" if end else f"scales to {sizes[-1].gpus} GPUs"
     typer.echo(f"{where}; plot: {file}", err=True)

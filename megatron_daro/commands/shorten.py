@@ -57,7 +57,7 @@ def shorten(
 
 
 def _tokenizer_of(recorded: Path) -> Path:
-    """Return the model's directory that the run's configuration names. Raises ConfigError: there is none."""
+    """Return the model's directory that the run's or evaluation's record names. Raises ConfigError: there is none."""
     import json
 
     import yaml

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from megatron_daro.workshop.slurm.script import Job
 
 _GPU = "h100-80g"
-"""Of a plan, where the recipe's `cluster.gpu` names none."""
+"""GPU to plan with where the recipe's `cluster.gpu` names none."""
 _NODE_GIB_S, _MOST_GIB_S = 0.5, 4.0
-"""Taken for writing a checkpoint: of each node, and of the file system."""
+"""Assumed speed of writing a checkpoint: of each node, and at most of the file system."""
 _END_S = 60.0
-"""For what else happens between the signal and the end of a job; Slurm may signal up to a minute late or early."""
+"""Time for all else between the signal and the end of a job; Slurm may signal up to a minute late or early."""
 
 
 def submit(
@@ -70,7 +70,7 @@ def submit(
 
 
 def _show(job: Job, site: ClusterFile, numbers: list[str]) -> None:
-    """Say where everything is."""
+    """Print where everything is."""
     from megatron_daro.workshop.slurm.submission import SCRIPT_FILE
 
     typer.echo(f"script: {job.folder / SCRIPT_FILE}")
@@ -82,10 +82,11 @@ def _show(job: Job, site: ClusterFile, numbers: list[str]) -> None:
 
 
 def _signal_before_s(config: Config, site: ClusterFile, nodes: int) -> tuple[int, list[str]]:
-    """Return how long before the time limit training must be told, 0 where no plan can say; and what is to be said
+    """Return how many seconds before the time limit training must be signalled, 0 where there is no plan, and warnings
     about the cluster file's own number.
 
-    A plan may be too fast by half, so two of its steps count, a checkpoint, and the end of all processes.
+    The time is that of two planned steps, since a plan may be too fast by half, a checkpoint, and the end of all
+    processes.
     """
     from megatron_daro.config.model_shape import read_model_shape
     from megatron_daro.errors import ConfigError

@@ -1,10 +1,10 @@
 """What every adapter does in one optimizer step: counts -> coefficients -> loss sums -> new weights -> state.
 
-`DifficultyStep.begin` before the first forward pass of an optimizer step, `weigh` in the loss
-of every micro-batch, `end` after the last one. Between them the host may do what it likes. The
-caller hands in a function that sums a vector over the ranks which hold different tokens.
-Ends the run when the tokens that the losses saw are not the tokens that were counted: then the host masked,
-dropped or repeated samples in between, and every denominator would be wrong.
+An adapter calls `DifficultyStep.begin` before the first forward pass of an optimizer step, `weigh` in the loss of every
+micro-batch, and `end` after the last one; in between, the host may do what it likes. The adapter passes in a function
+that sums a vector over the ranks that hold different tokens. `end` raises an error when the tokens that the losses saw
+are not the tokens that were counted: then the host masked, dropped or repeated samples in between, and every
+denominator would be wrong.
 
 Shape letters: N samples of this rank's part of the step, M samples of one micro-batch, T padded response positions,
 K rollouts per prompt, [K+1] one entry per bin 0..K.
@@ -31,7 +31,7 @@ from megatron_daro.algo.weighting import Algorithm, StepStats, StepTotals
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums a float64 vector over ranks; the same vector on each of them afterwards."""
+"""Sums a float64 vector over ranks, and returns the sum on each of them."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ def over_group(group: object, device: torch.device | str = "cpu") -> Reduce:
     """Return a `Reduce` over a process group.
 
     Args:
-        group: of torch.distributed; None is one rank alone.
-        device: where the group's backend can see tensors: "cuda" for NCCL.
+        group: of torch.distributed; None for a single rank.
+        device: where the group's backend reduces tensors: "cuda" for NCCL.
     """
 
     def reduce(vector: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def over_group(group: object, device: torch.device | str = "cpu") -> Reduce:
 
 
 def bins_of_pass_rates(pass_rates_N: Tensor, rollouts_per_prompt: int) -> Tensor:
-    """Bins from pass rates that travelled through a host as floating numbers.
+    """Return bins from pass rates that a host carried as floating-point numbers.
 
     Args:
         pass_rates_N: [N], k/K of each sample's group; any floating dtype (bfloat16 is too coarse for most K
@@ -69,7 +69,7 @@ def bins_of_pass_rates(pass_rates_N: Tensor, rollouts_per_prompt: int) -> Tensor
         int64 [N], 0..K.
 
     Raises:
-        AlgorithmError: a value is not within 0.05 of a whole number of right answers: it is no pass rate of K rollouts.
+        AlgorithmError: a value times K is not within 0.05 of a whole number from 0 to K, so it is no pass rate.
     """
     counts_N = pass_rates_N.detach().to(torch.float64) * rollouts_per_prompt
     bins_N = counts_N.round()
@@ -84,15 +84,15 @@ def bins_of_pass_rates(pass_rates_N: Tensor, rollouts_per_prompt: int) -> Tensor
 
 
 def consecutive_groups(prompts_BP: Tensor, rollouts_per_prompt: int, option: str) -> Tensor:
-    """Return the group of each row, int64 [B], of a batch whose rows are K answers to a prompt, one after another.
+    """Return the group of each row, int64 [B], of a batch in which the K answers to a prompt are consecutive rows.
 
     Args:
-        prompts_BP: [B, P], padded prompts: those of a group must be equal. Two groups may have the same prompt.
+        prompts_BP: [B, P], padded prompts; they must be equal within a group. Two groups may have the same prompt.
         rollouts_per_prompt: K.
-        option: the host's name of it, for messages.
+        option: the host's name for K, for messages.
 
     Raises:
-        AlgorithmError: K rows are not of one prompt: they were filtered, or reordered.
+        AlgorithmError: K consecutive rows are not of one prompt: rows were filtered or reordered.
     """
     num_rows = len(prompts_BP)
     if num_rows % rollouts_per_prompt:
@@ -124,14 +124,14 @@ class SampleSums:
 
     @classmethod
     def of_rows(cls, losses_MT: Tensor, mask_MT: Tensor) -> SampleSums:
-        """Return the sums of padded rows: token losses [M, T] and a mask [M, T]; what is masked may be NaN."""
+        """Return the sums of padded rows: token losses [M, T] and a mask [M, T]; masked losses may be NaN."""
         kept_MT = mask_MT.bool()
         kept_losses_MT = torch.where(kept_MT, losses_MT, 0).to(torch.float64)
         return cls(kept_losses_MT.sum(1), kept_losses_MT.detach().abs().sum(1), kept_MT.sum(1, dtype=torch.float64))
 
     @classmethod
     def of_list(cls, losses: Sequence[Tensor], masks: Sequence[Tensor]) -> SampleSums:
-        """Return the sums of ragged samples: a vector of token losses and one of the mask for each."""
+        """Return the sums of ragged samples; each has a vector of token losses and a vector of its mask."""
         if not losses:
             return cls(*(torch.zeros(0, dtype=torch.float64) for _ in range(3)))
         rows = [cls.of_rows(loss_R[None], mask_R[None]) for loss_R, mask_R in zip(losses, masks, strict=True)]
@@ -146,7 +146,7 @@ class DifficultyStep:
         """Start with no step open.
 
         Args:
-            algorithm: with difficulty weights (daro); its state becomes that of this object.
+            algorithm: with difficulty weights (daro); this object updates, saves and loads its state.
 
         Raises:
             AlgorithmError: the algorithm has no difficulty weights.
@@ -157,17 +157,17 @@ class DifficultyStep:
         self.rollouts_per_prompt = algorithm.rollouts_per_prompt
         self.steps = 0
         self.first_here = True
-        """Whether this process has ended no step yet: adapters then compare the host's own loss with theirs."""
+        """Whether this process has not ended a step yet: until then adapters compare their loss with the host's own."""
         self._totals: StepTotals | None = None
         self._groups = torch.zeros(0)
         self._sums = torch.zeros(0)
 
     @property
     def totals(self) -> StepTotals:
-        """Those of the step that is open.
+        """The totals of the open step.
 
         Raises:
-            AlgorithmError: none is.
+            AlgorithmError: no step is open.
         """
         if self._totals is None:
             raise AlgorithmError(
@@ -186,8 +186,9 @@ class DifficultyStep:
 
         Args:
             bins_N: int64 [N], of all samples that this rank will see in the step, each once.
-            lengths_N: [N], trained tokens of each whole sample (its full mask, also where ranks share a sample).
-            reduce: over the ranks that hold different samples: data parallel without context parallel.
+            lengths_N: [N], trained tokens of each whole sample (its full mask, even where context-parallel ranks share
+                a sample).
+            reduce: sums over the ranks that hold different samples: data parallel without context parallel.
 
         Returns:
             The totals of the step.
@@ -215,7 +216,7 @@ class DifficultyStep:
             bins_M: int64 [M].
 
         Returns:
-            0-dim float64 with gradient; 0 (still attached to the losses) where all samples are of bins 0 and K.
+            0-dim float64 with gradient; 0 (still attached to the losses) where all samples are in bins 0 and K.
 
         Raises:
             AlgorithmError: no step is open, or a bin is outside 0..K.
@@ -227,14 +228,14 @@ class DifficultyStep:
             for values_M in (sums.losses_M, sums.abs_losses_M, sums.lengths_M)
         ]
         coefficients_M = self.algorithm.bin_coefficients(bins_M, sums.lengths_M, totals)
-        # Selecting, not multiplying by 0: a loss of bin 0 or K that is not finite has no part in the gradient.
+        # Select instead of only multiplying: 0 times a loss of bin 0 or K that is not finite would make the sum NaN.
         weighed_M = torch.where(coefficients_M != 0, coefficients_M * sums.losses_M, 0.0)
         weighed = weighed_M.sum()
         self.note(per_bin[0], per_bin[1], per_bin[2], float(weighed.detach()))
         return weighed
 
     def note(self, loss_sums: Tensor, abs_loss_sums: Tensor, tokens: Tensor, weighed: float) -> None:
-        """Add what somebody else summed up, in the place of `weigh`: each vector float64 [K+1]; weighed: their X.
+        """Add sums that were computed elsewhere, instead of `weigh`: three vectors float64 [K+1], and X as `weighed`.
 
         Raises:
             AlgorithmError: no step is open.
@@ -247,8 +248,8 @@ class DifficultyStep:
         """Close the step: sum the losses over ranks, check the tokens, move the weights.
 
         Args:
-            reduce: over the ranks whose micro-batches held different tokens: data parallel, and context parallel where
-                each rank summed its own part of a sample.
+            reduce: sums over the ranks whose micro-batches held different tokens: data parallel, and context parallel
+                where each rank summed its own part of a sample.
             applied: whether the host's optimizer took the step; the weights move only then.
 
         Returns:
@@ -282,7 +283,7 @@ class DifficultyStep:
         }
 
     def _say_in_force(self, totals: StepTotals, learns: bool) -> None:
-        """Log, after the first step of this process, that the loss which was trained is DARO's."""
+        """Log, after the first step of this process, that it trained DARO's loss."""
         assert self.algorithm.weights is not None  # checked when this was made
         inner = slice(1, self.rollouts_per_prompt)
         logger.warning(
@@ -295,7 +296,7 @@ class DifficultyStep:
         )
 
     def _metrics(self, totals: StepTotals, loss_sums: Tensor, policy_loss: float) -> dict[str, float]:
-        """Return what the step used, before the weights move."""
+        """Return the step's metrics, with the weights that it used; called before the weights move."""
         metrics = {
             "loss/policy": policy_loss,
             "loss/total": policy_loss + self.algorithm.extra_loss(totals),
@@ -312,7 +313,7 @@ class DifficultyStep:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, fit for JSON: the algorithm's state (K, weights, moments) and the number of steps."""
+        """Return plain data for JSON: the algorithm's state (K, weights, moments) and the number of steps."""
         return {"format": 1, "steps": self.steps, "algorithm": self.algorithm.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -340,10 +341,10 @@ def save_state(step: DifficultyStep, path: Path) -> None:
 
 
 def resume(step: DifficultyStep, path: Path, *, start_fresh: bool) -> None:
-    """Take over the state beside a host's checkpoint, whatever the host itself saves of its optimizer.
+    """Take over the state beside a host's checkpoint, whether or not the host saved its optimizer.
 
-    Collective where torch.distributed is initialized: one rank writes the file, so with a folder on each node only
-    that rank's node has it, and all ranks take over what any of them finds.
+    Collective where torch.distributed is initialized: one rank writes the file, so where each node has a folder of its
+    own only that rank's node has it; all ranks take over what any of them finds.
 
     Args:
         step: whose weights are replaced.
@@ -351,8 +352,8 @@ def resume(step: DifficultyStep, path: Path, *, start_fresh: bool) -> None:
         start_fresh: whether a checkpoint without the file is resumed with weights of 1, with a warning.
 
     Raises:
-        CheckpointError: on every rank alike: no rank has the file (without start_fresh), ranks have different ones, it
-            is torn, or the state does not fit.
+        CheckpointError: on every rank alike: no rank has the file (without start_fresh), ranks have different files,
+            the file is torn, or the state does not fit.
     """
     texts = _of_every_rank(_text(path))
     ranks_with = {text: rank for rank, text in reversed(list(enumerate(texts))) if text is not None}

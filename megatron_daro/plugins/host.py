@@ -1,8 +1,8 @@
-"""What an adapter asks of its host when it starts: names that it looks up, options that go with DARO, one log line.
+"""What an adapter does with its host at the start: look names up, check that options go with DARO, log one line.
 
-An adapter holds one `Host`; `look_up` before anything else of it runs, `check` on the host's
-parsed options, `announce` once DARO is on. Options are allowed by name: one that the adapter does not know must
-have its default, so that a new option of the host is refused where it is set, and never ignored.
+An adapter holds one `Host`. It calls `look_up` before anything else, `check` on the host's parsed options, and
+`announce` once DARO is on. Options are allowed by name. An option that the adapter does not know must have its default,
+so a new option of the host is refused where it is set, and never ignored.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 ANY = object()
 """In an allow-list: the option goes with DARO whatever its value."""
 _OFF: tuple[object, ...] = (None, False, 0, "", (), [], {})
-"""Values of an option that is not used, where its default is not known."""
+"""Values that count as off for an option whose default is not known."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A framework that DARO runs inside of.
+    """A framework that DARO runs inside.
 
-    name: as its users write it. package: as Python imports it. tested: versions that this adapter's tests ran, each
-    perhaps with more words behind it, such as the commit of a main branch.
+    name: as its users write it. package: as Python imports it. tested: versions that this adapter's tests ran with; an
+    unreleased one with its commit, such as "main at 624b824a8".
     """
 
     name: str
@@ -46,7 +46,7 @@ class Host:
 
     @property
     def version(self) -> str:
-        """What the imported package says of itself, else what is installed, else the commit of its checkout."""
+        """The imported package's `__version__`, else the installed version, else the commit of its checkout."""
         module = sys.modules.get(self.package)
         stated = getattr(module, "__version__", None)
         if stated:
@@ -58,16 +58,16 @@ class Host:
             return _commit(folders[0]) if folders else "of unknown version"
 
     def look_up(self, names: Iterable[str]) -> dict[str, Any]:
-        """Import every name that the adapter needs, so that a missing one is met here and not in the first step.
+        """Import every name that the adapter needs, so that a missing one is found here and not in the first step.
 
         Args:
-            names: each `module`, or `module:attribute`, whose attribute may have dots.
+            names: each `module` or `module:attribute`; the attribute may have dots.
 
         Returns:
             {name: module or attribute}.
 
         Raises:
-            ConfigError: names every one that is not there, the host's version, and those that were tested.
+            ConfigError: lists every missing name, the host's version and the tested versions.
         """
         objects, missing = {}, []
         for name in names:
@@ -93,13 +93,13 @@ class Host:
         options: PluginSection,
         prefix: str = "",
     ) -> list[Problem]:
-        """Return the options of the host that would be ignored, or train something else than DARO.
+        """Return the host's options that DARO would ignore, or with which another loss than DARO's would be trained.
 
         Args:
             given: option of the host -> value.
             allowed: option -> ANY, or the tuple of values that go with DARO. Others must have their default.
-            defaults: option -> the host's default; one that is not here must be off (None, False, 0, empty).
-            options: `allow_host_options` names options to be taken as ANY.
+            defaults: option -> the host's default; an option that is not here must be off (None, False, 0, empty).
+            options: its `allow_host_options` names further options that may have any value.
             prefix: in front of the names, as the host's users write them, such as "--" or "actor.".
         """
         problems = []
@@ -124,10 +124,10 @@ class Host:
         prefix: str = "",
         further: Sequence[Problem] = (),
     ) -> None:
-        """Refuse options of the host; see `problems`.
+        """Refuse the host's options that `problems` returns.
 
         Args:
-            further: problems that were found otherwise; they are reported with these.
+            further: problems that the adapter found itself; they are reported together with these.
 
         Raises:
             ConfigError: lists every problem.
@@ -153,7 +153,7 @@ class Host:
 
 
 def _commit(folder: str) -> str:
-    """Return the commit of the checkout that a folder lies in, or where the folder is."""
+    """Return the commit of the checkout that contains a folder, or else words that name the folder."""
     command = ["git", "-C", folder, "rev-parse", "--short=12", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

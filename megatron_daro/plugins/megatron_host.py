@@ -1,7 +1,7 @@
-"""What the adapters of Megatron hosts share: sums over Megatron's ranks, and a state beside its checkpoints.
+"""What the adapters of Megatron hosts share: sums over Megatron's ranks, and DARO's state beside its checkpoints.
 
-An adapter calls `keep_state` once, before the checkpoint is loaded. The state is a file in the
-checkpoint's folder, whatever of the optimizer is saved and loaded (--no-save-optim, --no-load-optim).
+An adapter calls `keep_state` once, before the checkpoint is loaded. The state is a file in the checkpoint's folder; it
+is saved and loaded even with --no-save-optim and --no-load-optim.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron's file beside the folders of its checkpoints; it names the newest one."""
 
 Session = Callable[[], tuple[DifficultyStep, bool]]
-"""Returns the state of this process, and whether a checkpoint without one may be resumed."""
+"""Returns the state of this process, and whether a checkpoint without a state may be resumed."""
 
 
 class Options(Protocol):
-    """What is read of Megatron's options."""
+    """The options of Megatron that are read here."""
 
     save: str
     load: str | None
@@ -45,10 +45,10 @@ class Checkpointing(Protocol):
 
 
 def keep_state(module: Checkpointing, session: Session) -> None:
-    """Let a host's checkpoints carry the state of `session`; once per module.
+    """Save and load the state of `session` with a host's checkpoints; a module is wrapped only once.
 
     The wrapped `load_checkpoint` raises CheckpointError where training is resumed from a checkpoint without a state,
-    or with one that does not fit. A model alone (--finetune, a release, a folder of Hugging Face) needs none.
+    or with a state that does not fit. A model alone (--finetune, a release, a Hugging Face folder) needs no state.
     """
     if getattr(module, "_daro", None) is None:
         names = module.__dict__
@@ -88,7 +88,7 @@ def _loads(module: Checkpointing, own: Callable[..., Any]) -> Callable[..., Any]
 
 
 def resumed_folder(args: Options, iteration: int) -> Path | None:
-    """Return the folder of the checkpoint whose training goes on; None where only a model was taken over.
+    """Return the folder of the checkpoint that training resumes from; None where only a model was loaded.
 
     Args:
         args: Megatron's options after it loaded.
@@ -107,7 +107,7 @@ def resumed_folder(args: Options, iteration: int) -> Path | None:
 
 
 def checkpoint_problems(args: object) -> list[Problem]:
-    """Return what of Megatron's options DARO's state cannot follow."""
+    """Return problems of Megatron's options: a kind of checkpoint that DARO's state would not be in."""
     kind = getattr(args, "non_persistent_ckpt_type", None)
     if kind is None:
         return []
@@ -115,7 +115,7 @@ def checkpoint_problems(args: object) -> list[Problem]:
 
 
 class _Optional(argparse.ArgumentParser):
-    """A parser that asks for nothing, so that it can say what is the default."""
+    """A parser without required options: an empty command line gives the defaults."""
 
     def add_argument(self, *names: str, **named: object) -> argparse.Action:  # type: ignore[override]
         return super().add_argument(*names, **{key: value for key, value in named.items() if key != "required"})  # type: ignore[arg-type]
@@ -133,10 +133,10 @@ def _device() -> torch.device:
 
 
 def over_data(*, with_context: bool) -> Reduce:
-    """Return the sum over data-parallel ranks.
+    """Return a `Reduce` over data-parallel ranks.
 
     Args:
-        with_context: over context-parallel ranks as well: where each of them holds its own part of a sample.
+        with_context: also over context-parallel ranks; needed where each of them holds its own part of a sample.
     """
     from megatron.core import mpu
 
@@ -144,7 +144,7 @@ def over_data(*, with_context: bool) -> Reduce:
 
 
 def over_data_and_stages(*, with_context: bool) -> Reduce:
-    """Return the sum over data-parallel ranks, then over pipeline stages: only the last one has losses."""
+    """Return a `Reduce` over data-parallel ranks, then over pipeline stages, of which only the last has losses."""
     from megatron.core import mpu
 
     data = over_data(with_context=with_context)

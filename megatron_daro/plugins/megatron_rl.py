@@ -1,19 +1,21 @@
 """DARO inside Megatron-LM's own RL script: `torchrun ... -m megatron_daro.plugins.megatron_rl train_rl.py OPTIONS`.
 
-Megatron-LM has no hook, but its script and its loop look functions up in modules, and `install` puts DARO's around
-them. Options are checked when they are parsed; `calculate_grpo_advantages` sees whole groups;
-`prepare_data_for_update` says which rollout a row of the batch is of; `train_step` counts tokens before an optimizer
-step and learns after it; `calculate_grpo_loss` gets advantages A w_k N / N_k. Megatron's loss is homogeneous of degree
-one in them, so its sum over tokens, divided by N as --calculate-per-token-loss does, is the weighted sum. Clipping, KL,
-entropy and importance correction stay Megatron's own. The state lies beside its checkpoints.
-Refuses: a loss without the per-token flag, unpacked batches (their advantages are rounded to bf16 and their rows not
-known), rewards that are no verdicts, another number of answers than --grpo-group-size.
+Megatron-LM has no hooks, but its script and its loop look functions up in modules, and `install` wraps these functions.
+Options are checked when they are parsed; `calculate_grpo_advantages` sees whole groups; `prepare_data_for_update` tells
+which rollout each row of the batch belongs to; around `train_step` tokens are counted before and weights updated after
+an optimizer step; `calculate_grpo_loss` gets A w_k N / N_k instead of the advantages A. Megatron's loss is homogeneous
+of degree one in the advantages, so its sum over tokens, divided by N as --calculate-per-token-loss does, is the
+weighted sum. Clipping, KL, entropy and importance correction stay Megatron's own. The state lies beside its
+checkpoints.
+Refuses: a loss without the per-token flag, unpacked batches (their advantages are rounded to bf16 and their rows are
+not known), rewards that are not verdicts, groups of another size than --grpo-group-size.
 
 Scale: N is the sum of the token counts that Megatron's loss_func returns, at least 1 for each micro-batch. Each
 context-parallel rank computes the loss of whole sequences, so sums run over data-parallel ranks alone.
 
-`Session` is what one process knows of a collection of rollouts and of the optimizer step that is open; it knows the
-layout of Megatron's packed bins, and no module of it.
+`Session` holds what one process knows about a collection of rollouts and the open optimizer step. It knows the layout
+of Megatron's packed bins, but none of the modules that `install` changes. A packed bin holds several sequences; the
+bins of advantages and weights are pass rates.
 
 Shape letters: G groups, K rollouts per prompt, P log-probs of a packed bin, M sequences of a bin, R rows of the batch,
 N rollouts of the collection.
@@ -61,7 +63,8 @@ _PROBE_TOLERANCE = 1e-3
 class PackedBin:
     """A packed bin that the script loaded.
 
-    rows_M: int64 [M], rows of the batch. spans: log-probs of each sequence, as a slice's bounds. mask_P: bool [P].
+    rows_M: int64 [M], the batch row of each sequence. spans: start and end of each sequence's log-probs. mask_P: bool
+    [P], true for trained tokens.
     """
 
     index: int
@@ -76,7 +79,7 @@ class PackedBin:
         return torch.tensor(counts, dtype=torch.int64)
 
     def token_losses(self, losses_P: Tensor) -> SampleSums:
-        """Return the sums of each sequence's token losses [P]."""
+        """Return the sums per sequence of token losses [P]."""
         rows = [losses_P[start:end] for start, end in self.spans]
         return SampleSums.of_list(rows, [self.mask_P[start:end].to(losses_P.device) for start, end in self.spans])
 
@@ -88,7 +91,7 @@ class Session:
     step: DifficultyStep
     options: PluginSection
     per_turn: bool = False
-    """Whether Megatron wants an advantage for each turn, as its newest release does, and not for each rollout."""
+    """Whether Megatron wants an advantage for each turn, as its newest release does, instead of each rollout."""
     bins_R: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     advantages_R: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     scored: tuple[Tensor, Tensor] | None = None
@@ -96,16 +99,16 @@ class Session:
     current: PackedBin | None = None
     divisor: float = 0.0
     seen: dict[int, tuple[SampleSums, Tensor]] = field(default_factory=dict)
-    """What the losses of the open step saw of each bin; a bin that Megatron runs again replaces its first run."""
+    """Loss sums and pass-rate bins of each packed bin in the open step; a rerun of a packed bin replaces them."""
 
     def score(self, rewards: Sequence[Sequence[float]], num_turns: Sequence[Sequence[int]]) -> list[float]:
-        """In the place of calculate_grpo_advantages: advantages of the rollouts (or turns), group after group.
+        """Return the advantages of the rollouts (or turns), group after group, in place of calculate_grpo_advantages.
 
         Args:
             rewards: [G][K]. num_turns: [G][K], 0 for a rollout that failed: its group carries no signal.
 
         Raises:
-            AlgorithmError: rewards are no verdicts, or groups are not of K.
+            AlgorithmError: rewards are not verdicts, or a group does not have K rollouts.
         """
         size, groups = self.step.rollouts_per_prompt, len(rewards)
         wrong = next((len(group) for group in rewards if len(group) != size), None)
@@ -135,10 +138,10 @@ class Session:
         """Keep bins and advantages of the rows of a batch.
 
         Args:
-            rollouts_of_rows: number of the rollout that each row is of. num_rollouts: of the whole collection.
+            rollouts_of_rows: the number of each row's rollout. num_rollouts: in the whole collection.
 
         Raises:
-            AlgorithmError: other rollouts were scored than make the rows.
+            AlgorithmError: the number of rollouts that were scored is not num_rollouts.
         """
         if self.scored is None or len(self.scored[0]) != num_rollouts:
             got = "none" if self.scored is None else str(len(self.scored[0]))
@@ -151,7 +154,7 @@ class Session:
         self.bins_R, self.advantages_R, self.scored = bins_N[rows], advantages_N[rows], None
 
     def begin(self, bins: Sequence[PackedBin]) -> None:
-        """Count the tokens of an optimizer step, which will hold these bins on this rank."""
+        """Count the tokens of an optimizer step that will run these packed bins on this rank."""
         rows = torch.cat([b.rows_M for b in bins]) if bins else torch.zeros(0, dtype=torch.int64)
         lengths = torch.cat([b.lengths_M for b in bins]) if bins else rows
         real, reduce = rows < len(self.bins_R), over_data(with_context=False)
@@ -161,14 +164,14 @@ class Session:
         self.seen = {}
 
     def _bins(self, rows: Tensor) -> Tensor:
-        """Bins of rows; rows behind the last are padding, which trains nothing."""
+        """Return the bins of rows; numbers past the last row are padding, which trains nothing."""
         return torch.cat([self.bins_R, torch.zeros(1, dtype=torch.int64)])[rows.clamp(max=len(self.bins_R))]
 
     def _advantages(self, rows: Tensor) -> Tensor:
         return torch.cat([self.advantages_R, torch.zeros(1, dtype=torch.float64)])[rows.clamp(max=len(self.bins_R))]
 
     def reweighted(self, sent_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return advantages, factors w_k N / N_k (both float64 [M]) and bins of the current bin's sequences.
+        """Return advantages, factors w_k N / N_k (both float64 [M]) and pass-rate bins of the current packed bin.
 
         Args:
             sent_M: the advantages that the script loaded, rounded to the model's precision.
@@ -202,7 +205,7 @@ def _rounded(values_M: Tensor) -> list[float]:
 
 
 def probe(plain: SampleSums, weighed: SampleSums, factors_M: Tensor) -> None:
-    """On the first step: a loss with advantages times a factor must be the loss times that factor."""
+    """Check in the first step that multiplying advantages by a factor multiplies the loss by it."""
     wanted_M, got_M = plain.losses_M.cpu() * factors_M, weighed.losses_M.cpu()
     size_M = plain.abs_losses_M.cpu() * factors_M + 1e-12
     if not bool(((wanted_M - got_M).abs() <= _PROBE_TOLERANCE * size_M).all()):
@@ -224,8 +227,8 @@ FUNCTIONS = {
 }
 """What is looked up in megatron.rl.rl_utils, megatron.training.training and megatron.training.arguments."""
 ROW_LAYOUTS = {"_is_collapsible_rollout": False, "PAD_TURN_UNIT": True}
-"""A name of megatron.rl.rl_utils -> whether each turn is a row of the batch, and not each rollout whose turns follow
-one another."""
+"""A name that one version of megatron.rl.rl_utils has -> whether each turn is a row of the batch there; otherwise a
+rollout whose turns continue one another is one row."""
 NEEDED: dict[str, tuple[object, ...]] = {
     "perform_rl_step": (True,),
     "calculate_per_token_loss": (True,),
@@ -245,11 +248,11 @@ _FREE = """
     rl_inference_model_unified_memory_level rl_offload_inference_model_weights_when_idle refit_method
     rl_verify_model_weights_swap rl_skip_bos_token rl_profile rl_profile_dir rl_inference_parsers
 """
-"""Options of Megatron-LM's RL that go with DARO whatever they say."""
+"""Options of Megatron-LM's RL that may have any value with DARO."""
 
 
 class Arguments(Protocol):
-    """What is read of Megatron-LM's options."""
+    """The options of Megatron-LM that are read here."""
 
     grpo_group_size: int
     calculate_per_token_loss: bool
@@ -259,7 +262,7 @@ class Arguments(Protocol):
 
 
 class Namespace(Protocol):
-    """A module of Megatron-LM, or what stands in for it; functions of it are replaced."""
+    """A module of Megatron-LM, or a stand-in for it, whose functions are replaced."""
 
     __dict__: dict[str, object]
 
@@ -285,12 +288,12 @@ def start(args: Arguments, *, per_turn: bool = False, defaults: Mapping[str, obj
     """Check Megatron-LM's options and make the state.
 
     Args:
-        args: as it parsed them.
+        args: its parsed options.
         per_turn: see ROW_LAYOUTS.
-        defaults: of its options of RL.
+        defaults: of its RL options.
 
     Raises:
-        ConfigError: lists every option that DARO does not go with.
+        ConfigError: lists every option that does not go with DARO.
     """
     global _session
     options, problems = read_options(), checkpoint_problems(args)
@@ -313,24 +316,24 @@ def start(args: Arguments, *, per_turn: bool = False, defaults: Mapping[str, obj
 
 
 def _loaded(bin_index: int, columns: Sequence[object]) -> PackedBin:
-    """Return what `load_packed_data_by_index` found, as far as DARO reads it."""
+    """Return the columns of `load_packed_data_by_index` that DARO reads."""
     mask, starts, lengths, rows = columns[3], columns[7], columns[8], columns[9]
     assert isinstance(mask, Tensor) and isinstance(starts, Sequence)
     assert isinstance(lengths, Sequence) and isinstance(rows, Sequence)
     mask_P = mask[0].detach().cpu() > 0
-    # The log-prob of a token lies one place before it, so a sequence has one less than it has tokens.
+    # The log-prob of a token lies one place before the token, so a sequence has one log-prob fewer than tokens.
     spans = [(int(s), min(int(s) + int(n) - 1, len(mask_P))) for s, n in zip(starts, lengths, strict=False)]
     return PackedBin(bin_index, torch.tensor([int(r) for r in rows], dtype=torch.int64), spans, mask_P)
 
 
 def install(rl_utils: Namespace, training: Namespace, arguments: Namespace) -> None:
-    """Put DARO around functions of three modules of Megatron-LM; once per process, before its script is run.
+    """Wrap functions of three modules of Megatron-LM with DARO; call it once per process, before the script runs.
 
     Args:
         rl_utils: megatron.rl.rl_utils. training: megatron.training.training. arguments: megatron.training.arguments.
 
     Raises:
-        ConfigError: names every function that is not there: another version. Nothing is changed then.
+        ConfigError: lists every function that this version lacks. Nothing is changed then.
     """
     modules = {"rl_utils": rl_utils, "training": training, "arguments": arguments}
     missing = [
@@ -371,7 +374,7 @@ def _parse(
 
 
 def _prepare(rl_utils: Namespace, own: Callable[..., object], *arguments: object, **options: object) -> object:
-    """Megatron's rows, and which rollout each is of: one for a rollout, or one for each turn that stands alone."""
+    """Make Megatron's rows and note the rollout of each: one row for a rollout whose turns join, else one per turn."""
     rollouts = options.get("rollouts", arguments[2] if len(arguments) > 2 else None)
     assert isinstance(rollouts, Sequence)
     result = own(*arguments, **options)
@@ -393,7 +396,7 @@ def _load(own: Callable[..., Sequence[object]], bin_index: int, *arguments: obje
 
 
 def _loss(own: Callable[..., Sequence[Tensor]], **given: object) -> Sequence[Tensor]:
-    """Megatron's token losses with reweighted advantages; notes its own losses with the advantages as they are."""
+    """Return Megatron's token losses with reweighted advantages, and note the losses with unweighted ones."""
     state, sent_M = session(), given["advantages"]
     assert isinstance(sent_M, Tensor)
     advantages_M, factors_M, bins_M = state.reweighted(sent_M)
@@ -420,12 +423,12 @@ def _train_step(
     *arguments: object,
     **options: object,
 ) -> tuple[object, ...]:
-    """One optimizer step of Megatron's loop, whose micro-batches are looked at before it begins."""
+    """Take one optimizer step of Megatron's loop, after counting the tokens of all its micro-batches."""
     state = session()
     number: int = training.get_num_microbatches()  # type: ignore[attr-defined]
     items = [next(data_iterator) for _ in range(number)]
     if hasattr(data_iterator, "advance"):
-        data_iterator.advance()  # it keeps what it handed out until somebody says that the step was good
+        data_iterator.advance()  # it keeps what it handed out until `advance` says that the step was good
     context = rl_utils.get_rl_runtime_state().packing_context  # type: ignore[attr-defined]
     if context is None:
         raise AlgorithmError("packed data: none was made, allowed is a run with --rl-use-sequence-packing")
@@ -449,7 +452,7 @@ def main(words: Sequence[str]) -> None:
     """Run Megatron-LM's script with DARO: its path, then its options.
 
     Raises:
-        ConfigError: no script, or Megatron-LM is not there.
+        ConfigError: no script is given, or Megatron-LM cannot be imported.
     """
     if not words or not Path(words[0]).is_file():
         raise ConfigError(

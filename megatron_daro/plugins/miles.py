@@ -1,9 +1,9 @@
 """DARO inside miles, a fork of slime: `python -m megatron_daro.plugins.miles --flags`.
 
-The hooks of plugins/slime.py by their names here. Two things differ from slime. miles calls
---rollout-data-postprocess-path without the data, so `megatron_init` puts slime's hook behind
-`compute_advantages_and_returns`, where miles' actor looks it up; and miles drops the places of a rank's samples, so
-they are kept in `process_rollout_data_shard`. The schedule of micro-batches must come from the rollout manager.
+Has the hooks of plugins/slime.py under the same names. Two things differ from slime. miles calls
+--rollout-data-postprocess-path without the data, so `megatron_init` wraps `compute_advantages_and_returns` in the
+module of miles' actor and runs slime's hook after it; and miles drops the places of a rank's samples, so a wrapper of
+`process_rollout_data_shard` keeps them. The schedule of micro-batches must come from the rollout manager.
 Refuses: what slime's adapter refuses; independent data-parallel replicas, LoRA adapters side by side, packed images,
 a train step without an optimizer.
 """
@@ -46,10 +46,11 @@ _FREE_PREFIXES = (
 
 
 def megatron_init(args: Arguments) -> None:
-    """miles' hook before model, optimizer and checkpoint are made: looks up what the hooks call, checks the options.
+    """Look up what the hooks call, check the options and begin the session; miles' hook before it makes the model.
 
     Raises:
-        ConfigError: lists every name of miles that is missing, or every option that is missing or contradicts.
+        ConfigError: lists every name of miles that is missing, or every option that is missing or does not go with
+            DARO.
     """
     names = (
         f"{_BACKENDS}.training_utils.loss_hub.losses:policy_loss_function",
@@ -92,7 +93,7 @@ def _wrap(module: object, name: str, around: Callable[..., Any]) -> None:
 
 
 def _with_places(own: Callable[..., RolloutData], args: Arguments, rollout_data: RolloutData) -> RolloutData:
-    """Keep the places of this rank's samples in the batch, which miles takes out."""
+    """Keep the places of this rank's samples in the batch, which miles removes."""
     places = list(rollout_data["partition"])
     return {**own(args, rollout_data), "partition": places}
 
@@ -100,7 +101,7 @@ def _with_places(own: Callable[..., RolloutData], args: Arguments, rollout_data:
 def _with_bins(
     own: Callable[..., None], args: Arguments, rollout_data: RolloutData, *more: object, **named: object
 ) -> None:
-    """Do after miles made advantages what slime does in its hook rollout_data_postprocess."""
+    """Run slime's hook rollout_data_postprocess after miles has made the advantages."""
     own(args, rollout_data, *more, **named)
     if "num_rollouts" not in rollout_data:
         raise AlgorithmError(
@@ -113,7 +114,7 @@ def _with_bins(
 
 
 def rollout_data_postprocess(args: Arguments) -> None:
-    """miles' hook between advantages and training, which gets no data: everything is done by then."""
+    """Check that there is a session; miles calls this hook without data, after `_with_bins` has done the work."""
     slime.session()
 
 

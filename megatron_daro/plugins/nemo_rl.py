@@ -1,21 +1,22 @@
-"""DARO inside NeMo-RL: its own loss with reweighted advantages, around its own policy, from its own launcher.
+"""DARO inside NeMo-RL: wrappers of its advantage estimator, policy and loss, for a launcher such as
+examples/plugins/nemo_rl/run_grpo_daro.py.
 
-Place in the data flow, all of it on the driver but the loss: `DaroAdvantages` sees whole groups and notes their bins;
-`DaroPolicy.train` sees the whole batch, counts tokens per bin and hands each sample its coefficient; `DaroLoss`, in the
-workers, calls NeMo-RL's ClippedPGLossFn, which is homogeneous of degree one in the advantages, so A' = A w_k N / N_k
-makes its token mean the weighted sum; the loss sums per bin come back as metrics. No collective call is needed.
-Refuses: sequence-level losses, more than one optimizer step a call, the synchronous trainer's data plane, which hides
-the batch.
+On the driver, `DaroAdvantages` sees whole groups and notes their bins, and `DaroPolicy.train` sees the whole batch,
+counts tokens per bin and gives each sample its coefficient. In the workers, `DaroLoss` calls NeMo-RL's ClippedPGLossFn,
+which is homogeneous of degree one in the advantages, so A' = A w_k N / N_k makes its token mean the weighted sum. The
+loss sums per bin come back to the driver as metrics. No collective call is needed.
+Refuses: sequence-level losses, more than one optimizer step per call of train, the synchronous trainer's data plane,
+which hides the batch.
 
     daro = nemo_rl.install(master_config)        # before grpo_train
     policy = daro.wrap(policy)                   # what setup returned
     loss_fn = nemo_rl.DaroLoss(loss_fn)
     daro.resume(checkpointer.get_latest_checkpoint_path())
 
-Under its single controller (main) the batch stays in the data plane, whose columns are fixed: the loss, which is sent
-to the workers at the start of each step, carries the coefficient of each bin, and a sample's bin lies in the advantage
-of its first position, which no loss reads (loss_functions.py:385). `in_single_controller` puts both into what its
-set-up returns.
+Under NeMo-RL's single controller (main branch) the batch stays in the data plane, whose columns are fixed. There the
+loss, which is sent to the workers at the start of each step, carries the coefficient of each bin, and a sample's bin is
+written into the advantage of its first position, which no loss reads (loss_functions.py:385). `in_single_controller`
+adds both to what NeMo-RL's set-up returns.
 
 Shape letters: B samples of the batch, S tokens of the longest.
 """
@@ -76,7 +77,7 @@ _SECTIONS: dict[str, dict[str, object]] = {
     | {"token_level_loss": (True,), "use_kl_in_reward": (False,), "positive_example_nll_weight": (0,)},
     "data_plane": {"enabled": (False,)},
 }
-"""Section of NeMo-RL's configuration -> options that go with DARO, and their values."""
+"""Section of NeMo-RL's configuration -> option -> ANY, or the values that go with DARO."""
 _FREE_WHERE_OFF = ("grpo.async_grpo", "data_plane")
 """Of these sections only `enabled` is read."""
 _FREE_ASYNC = """
@@ -93,12 +94,12 @@ HostLoss = Callable[[Tensor, Batch, Tensor, Tensor], tuple[Tensor, dict[str, Any
 
 
 class Policy(Protocol):
-    """What is called of NeMo-RL's policy."""
+    """The part of NeMo-RL's policy that is used here."""
 
     cfg: Mapping[str, Any]
 
     def train(self, data: Batch, loss_fn: object, **options: object) -> dict[str, Any]:
-        """One or more optimizer steps."""
+        """Take one or more optimizer steps."""
 
     def save_checkpoint(self, weights_path: str, *arguments: object, **options: object) -> None:
         """Write a checkpoint."""
@@ -112,8 +113,8 @@ class DaroLoss:
 
         Args:
             host: NeMo-RL's loss.
-            factors_K: float64 [K+1], what a sample of each bin is multiplied by, where its bin lies in the advantage
-                of its first position; else both are columns of the batch.
+            factors_K: float64 [K+1], the factor of each bin, under the single controller: a sample's bin is then in the
+                advantage of its first position. None: bin and coefficient are columns of the batch.
 
         Raises:
             ConfigError: it averages over sequences.
@@ -124,7 +125,7 @@ class DaroLoss:
 
     @property
     def metric_normalizations(self) -> dict[str, object]:
-        """What the host divides each metric by at the end of a step in parts: the sums per bin by nothing."""
+        """What the host divides each metric by after a step that ran in parts; the sums per bin are not divided."""
         of_host: dict[str, object] = getattr(self.host, "metric_normalizations", {})
         if self.factors_K is None:
             return of_host
@@ -132,8 +133,8 @@ class DaroLoss:
         return of_host | {f"{name}/{k}": nothing for name in (_SUM, _TOKENS) for k in range(len(self.factors_K))}
 
     def __getattr__(self, name: str) -> object:
-        """Hand on what NeMo-RL reads of its own loss: types, the KL penalty, whether log-probs are fused."""
-        if name == "host" or name.startswith("__"):  # while it is unpickled there is no host yet
+        """Return what NeMo-RL reads from its own loss: types, the KL penalty, whether log-probs are fused."""
+        if name == "host" or name.startswith("__"):  # during unpickling there is no host yet
             raise AttributeError(name)
         return getattr(self.host, name)
 
@@ -157,7 +158,7 @@ class DaroLoss:
         loss, metrics = host_loss(factors_B.to(advantages.device))
         mask_BS = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         with torch.no_grad():
-            nothing = float(host_loss(torch.zeros(len(bins_B)))[0])  # what does not depend on advantages: KL
+            nothing = float(host_loss(torch.zeros(len(bins_B)))[0])  # the part that does not depend on advantages: KL
             for k in bins_B.unique().tolist():
                 mine_B = (bins_B == k).to(torch.float64)
                 own = float(host_loss(mine_B)[0]) - nothing
@@ -166,7 +167,7 @@ class DaroLoss:
         return loss, metrics
 
     def _bins_and_factors(self, data: Batch, tokens: float) -> tuple[Tensor, Tensor]:
-        """int64 [B] and float64 [B]: the bin of each sample, and what its advantages are multiplied by."""
+        """Return the bin of each sample, int64 [B], and the factor of its advantages, float64 [B]."""
         if self.factors_K is not None:
             bins_B = data["advantages"][:, 0].round().to("cpu", torch.int64)
             return bins_B, self.factors_K[bins_B]
@@ -180,13 +181,13 @@ class DaroLoss:
 
 
 class Daro:
-    """What the driver holds: DARO's state and the bins of the batch that was last scored."""
+    """DARO on the driver: its state, and the bins of the batch that was last scored."""
 
     def __init__(self, rollouts_per_prompt: int, options: PluginSection) -> None:
         """Start with weights of 1.
 
         Raises:
-            ConfigError: magnitude "token", whose sums the host's loss does not give.
+            ConfigError: magnitude is "token", whose sums the host's loss does not return.
         """
         if options.daro.magnitude == "token":
             raise ConfigError("daro.magnitude: got 'token', allowed in NeMo-RL are abs and signed: change it")
@@ -200,12 +201,12 @@ class Daro:
         return DaroPolicy(policy, self)
 
     def coefficients(self) -> Tensor:
-        """float64 [K+1]: what the token losses of each bin are multiplied by in the step that has begun."""
+        """Return the coefficient of each bin's token losses in the open step, float64 [K+1]."""
         bins = torch.arange(self.step.rollouts_per_prompt + 1)
         return self.step.algorithm.bin_coefficients(bins, torch.ones_like(bins), self.step.totals)
 
     def learn(self, result: dict[str, Any]) -> None:
-        """Take the sums per bin out of a step's results, update the weights, and put the metrics there instead.
+        """Replace the sums per bin in a step's results by DARO's metrics, and update the weights.
 
         Raises:
             AlgorithmError: the losses saw other tokens than were counted.
@@ -221,7 +222,7 @@ class Daro:
         metrics |= {name: [value] for name, value in self.step.end(lambda vector: vector, applied=applied).items()}
 
     def resume(self, checkpoint: str | Path | None) -> None:
-        """Take over the state of a checkpoint of `DaroPolicy.save_checkpoint`, if there is a checkpoint.
+        """Load the state from a checkpoint of `DaroPolicy.save_checkpoint`; None: there is no checkpoint.
 
         Raises:
             CheckpointError: the state is missing (without start_fresh), torn, or of another K.
@@ -231,7 +232,7 @@ class Daro:
 
 
 class DaroAdvantages:
-    """In the place of NeMo-RL's advantage estimator: group-normalised advantages; notes each sample's bin."""
+    """Replacement of NeMo-RL's advantage estimator: makes group-normalised advantages and notes each sample's bin."""
 
     def __init__(self, daro: Daro) -> None:
         """Take the driver's state."""
@@ -241,10 +242,10 @@ class DaroAdvantages:
         """Return advantages [B, S].
 
         Args:
-            prompt_ids: [B, P], K rows of a prompt one after another. rewards: [B]. mask: [B, S]. others: not used.
+            prompt_ids: [B, P], with K consecutive rows of each prompt. rewards: [B]. mask: [B, S]. others: not used.
 
         Raises:
-            AlgorithmError: rewards are no verdicts, or groups are not of K rows.
+            AlgorithmError: rewards are not verdicts, or K consecutive rows are not of one prompt.
         """
         algorithm, size = self._daro.step.algorithm, self._daro.step.rollouts_per_prompt
         group_B = consecutive_groups(prompt_ids, size, "grpo.num_generations_per_prompt")
@@ -255,24 +256,24 @@ class DaroAdvantages:
 
 
 class DaroPolicy:
-    """NeMo-RL's policy; training counts tokens before and learns after. Everything else is the policy's own."""
+    """NeMo-RL's policy, but `train` counts tokens before the step and updates DARO's weights after it."""
 
     def __init__(self, policy: Policy, daro: Daro) -> None:
         """Take what `grpo.setup` returned."""
         self._policy, self._daro = policy, daro
 
     def __getattr__(self, name: str) -> object:
-        """Hand on what is not of this class."""
+        """Return the policy's own attribute."""
         return getattr(self._policy, name)
 
     def train(
         self, data: Batch, loss_fn: object, eval_mode: bool = False, gbs: int | None = None, **options: object
     ) -> dict[str, Any]:
-        """One optimizer step; the results gain the metrics of docs/metrics.md, as lists of one number.
+        """Take one optimizer step, and add the metrics of docs/metrics.md to its results, as lists of one number.
 
         Raises:
             AlgorithmError: bins of this batch are unknown, or the losses saw other tokens than were counted.
-            ConfigError: more than one optimizer step a call, or another loss than DaroLoss.
+            ConfigError: more than one optimizer step per call, or a loss other than DaroLoss.
         """
         if eval_mode:
             return self._policy.train(data, loss_fn, eval_mode=True, gbs=gbs, **options)
@@ -310,13 +311,13 @@ class DaroPolicy:
 
 
 class SingleControllerAdvantages(DaroAdvantages):
-    """In the single controller: sees a step's whole batch at once, and sends each sample's bin along."""
+    """For the single controller: begins the step with its whole batch, and sends each sample's bin along."""
 
     def compute_advantage(self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **others: object) -> Tensor:
         """See `DaroAdvantages.compute_advantage`; the first position of each row holds its bin.
 
         Raises:
-            AlgorithmError: part of this step was trained already.
+            AlgorithmError: a part of this step's batch was already scored.
         """
         daro = self._daro
         if daro.step.open:
@@ -333,25 +334,25 @@ class SingleControllerAdvantages(DaroAdvantages):
 
 
 class SingleControllerTrainer:
-    """The single controller's trainer; a step's loss has DARO's weights. Everything else is the trainer's own."""
+    """The single controller's trainer, but with DARO's weights in the loss of each step."""
 
     def __init__(self, trainer: Any, daro: Daro) -> None:
         """Take the trainer of NeMo-RL's set-up."""
         self._trainer, self._daro = trainer, daro
 
     def __getattr__(self, name: str) -> object:
-        """Hand on what is not of this class."""
-        if name.startswith("_"):  # while it is unpickled there is no trainer yet
+        """Return the trainer's own attribute."""
+        if name.startswith("_"):  # during unpickling there is no trainer yet
             raise AttributeError(name)
         return getattr(self._trainer, name)
 
     def begin_train_step(self, loss_fn: HostLoss, *arguments: object, **options: object) -> None:
-        """Open the step with its weights. Raises AlgorithmError: advantages were not made by DARO."""
+        """Begin the step with DARO's loss. Raises AlgorithmError where DARO did not make the advantages."""
         factors_K = self._daro.coefficients() * self._daro.step.totals.tokens
         self._trainer.begin_train_step(DaroLoss(loss_fn, factors_K), *arguments, **options)
 
     def finish_train_step(self) -> dict[str, Any]:
-        """Close the step and learn; the results gain the metrics of docs/metrics.md, as lists of one number."""
+        """Finish the step, update the weights, and add the metrics of docs/metrics.md, as lists of one number."""
         result: dict[str, Any] = self._trainer.finish_train_step()
         self._daro.learn(result)
         return result
@@ -363,12 +364,12 @@ class SingleControllerTrainer:
 
 
 def check_options(master_config: object, options: PluginSection, *, single_controller: bool = False) -> None:
-    """Refuse options of NeMo-RL that DARO does not go with, and those that it does not know.
+    """Refuse options of NeMo-RL that do not go with DARO, and those that DARO does not know.
 
     Args:
-        master_config: a model of pydantic or a mapping, whose sections are either.
+        master_config: a pydantic model or a mapping; so is each of its sections.
         options: of DARO.
-        single_controller: whether the run is one of NeMo-RL's single controller.
+        single_controller: whether the run uses NeMo-RL's single controller.
 
     Raises:
         ConfigError: lists every one of them.
@@ -381,7 +382,7 @@ def check_options(master_config: object, options: PluginSection, *, single_contr
         sections = _SECTIONS | {"data_plane": {"enabled": (True,)}, "async_rl": of_parts}
     for name, allowed in sections.items():
         given, defaults = _section(master_config, name)
-        if name == "grpo.adv_estimator" and not given:  # older files: the section above has them
+        if name == "grpo.adv_estimator" and not given:  # older configurations have these options in grpo
             above = _section(master_config, "grpo")[0]
             given = {key: above[key] for key in ("normalize_rewards", "use_leave_one_out_baseline") if key in above}
         if name in _FREE_WHERE_OFF:
@@ -392,7 +393,7 @@ def check_options(master_config: object, options: PluginSection, *, single_contr
 
 
 def _section(config: object, path: str) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the values and the defaults of a section; none where it is not there."""
+    """Return the values and the defaults of a section; both empty where there is no such section."""
     for name in path.split("."):
         config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     if config is None or isinstance(config, Mapping):
@@ -403,13 +404,13 @@ def _section(config: object, path: str) -> tuple[dict[str, object], dict[str, ob
 
 
 def install(master_config: object) -> Daro:
-    """Put DARO's advantages into `nemo_rl.algorithms.grpo`, and return what wraps the policy.
+    """Put DARO's advantages into `nemo_rl.algorithms.grpo`, and return the object that wraps the policy.
 
     Args:
         master_config: NeMo-RL's configuration, as its trainers get it.
 
     Raises:
-        ConfigError: names that this version does not have, or options that DARO does not go with.
+        ConfigError: this version lacks a name, or options do not go with DARO.
     """
     HOST.look_up(NAMES)
     daro = _daro_of(master_config)
@@ -419,14 +420,14 @@ def install(master_config: object) -> Daro:
 
 
 def in_single_controller(master_config: object, actor_args: Any) -> Any:
-    """Return what the single controller is started with, with DARO's advantages and trainer in it.
+    """Return the single controller's arguments, with DARO's advantages and trainer in them.
 
     Args:
         master_config: the single controller's configuration.
         actor_args: NeMo-RL's SingleControllerActorArgs, as `setup_single_controller` returns it.
 
     Raises:
-        ConfigError: options that DARO does not go with, or a loss that averages over sequences.
+        ConfigError: options do not go with DARO, or the loss averages over sequences.
         CheckpointError: see `Daro.resume`.
     """
     daro = _daro_of(master_config, single_controller=True)

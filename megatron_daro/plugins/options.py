@@ -37,7 +37,7 @@ class PluginSection(Section):
     start_fresh: bool = False
     """Whether a checkpoint without DARO's state may be resumed, with weights of 1."""
     allow_host_options: tuple[str, ...] = ()
-    """Options of the host that DARO does not know and that may be set: those that change neither loss nor batch."""
+    """Options of the host, unknown to DARO, that may be set all the same: they change neither loss nor batch."""
 
     def algorithm(self, rollouts_per_prompt: int) -> Algorithm:
         """Return DARO with these options.
@@ -46,7 +46,7 @@ class PluginSection(Section):
             rollouts_per_prompt: K, from the host's own options.
 
         Raises:
-            AlgorithmError: K is below 2, or an option needs more than a host hands on.
+            AlgorithmError: K is below 2, or an option needs more than a host passes on.
         """
         if self.daro.magnitude == "advantage":
             raise AlgorithmError(
@@ -59,7 +59,7 @@ class PluginSection(Section):
                 "does not say which environment a rollout is of"
             )
         section = AlgorithmSection(name="daro", std=self.std, filter="auto", daro=self.daro)
-        # DARO does not read the longest response; only dr_grpo's constant denominator does.
+        # Only dr_grpo's constant denominator reads max_response_tokens; DARO does not.
         return make_algorithm(**section.arguments(rollouts_per_prompt=rollouts_per_prompt, max_response_tokens=1))
 
     def verdicts(self, rewards_N: Tensor) -> Tensor:

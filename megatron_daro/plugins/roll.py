@@ -1,15 +1,16 @@
 """DARO inside ROLL's actor worker: `actor_train.worker_cls: megatron_daro.plugins.roll.DaroActorWorker`.
 
-`roll_driver` wrote advantages of whole groups and each sample's bin; before an optimizer step
-this worker counts tokens per bin over ranks; its loss is ROLL's own with advantages A w_k N / N_k, of which ROLL's
-token mean is the weighted sum; after the step the weights move. ROLL's clipping, importance weights, KL, entropy and
-metrics stay its own; the token losses are read where ROLL averages them. The state lies in ROLL's checkpoints.
-Refuses: a batch without bins, a loss whose tokens are not those that were counted, options that `roll_driver` lists.
+`roll_driver` has written the advantages of whole groups and each sample's bin into the batch. Before an optimizer step
+this worker counts tokens per bin over ranks. Its loss is ROLL's own with A w_k N / N_k instead of the advantages A, so
+that ROLL's token mean is the weighted sum. After the step DARO's weights move. Clipping, importance weights, KL,
+entropy and metrics stay ROLL's own; the token losses are read where ROLL averages them. The state is saved in ROLL's
+checkpoints.
+Refuses: a batch without bins, a loss whose tokens are not those that were counted, options that `roll_driver` refuses.
 
 Scale: ROLL multiplies by the number of micro-batches and ranks itself. Each context-parallel rank computes the loss of
 whole sequences, so sums run over data-parallel ranks alone.
 
-Shape letters: M samples of a micro-batch, S - 1 positions of log-probs, written T.
+Shape letters: M samples of a micro-batch, T = S - 1 positions of log-probs.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _TESTED = " or ".join(HOST.tested)
 
 
 def _bins(data: DataProto) -> Tensor:
-    """Return the bin of each sample, int64 [M]; rows that ROLL cut or padded with 0 keep their number."""
+    """Return the bin of each sample, int64 [M]: the maximum of its row, which ROLL may have cut or padded with 0."""
     if BINS not in data.batch:
         raise AlgorithmError(
             f"batch: {BINS} missing, allowed is a batch of DARO's driver: start ROLL with python -m "
@@ -63,7 +64,7 @@ def _bins(data: DataProto) -> Tensor:
 
 
 def _mask(data: DataProto) -> Tensor:
-    """Return which log-probs are trained, [M, T]."""
+    """Return the mask of the trained log-probs, [M, T]."""
     if "final_response_mask" in data.batch:
         return data.batch["final_response_mask"]
     return data.batch["response_mask"][:, 1:]
@@ -71,7 +72,7 @@ def _mask(data: DataProto) -> Tensor:
 
 @contextmanager
 def _averaged() -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """While open, keep (token losses, mask) of every average that ROLL's loss takes with sample weights."""
+    """Inside the context, collect (token losses, mask) of every average that ROLL's loss takes with sample weights."""
     own, losses = actor_worker.agg_loss, []
 
     def agg_loss(loss_mat: Tensor, loss_mask: Tensor, *others: object, **options: object) -> Tensor:
@@ -94,7 +95,7 @@ def _first_result(own: Callable[..., Tensor], results: list[Tensor], **given: Te
 
 @contextmanager
 def _computed_once(strategy: object) -> Iterator[None]:
-    """While open, log-probs and entropy are computed once: Megatron's own work overwrites the logits."""
+    """Inside the context, compute log-probs and entropy only once: Megatron's functions overwrite the logits."""
     names = ("op_compute_log_probs", "op_compute_entropy")
     for name in names:
         setattr(strategy, name, functools.partial(_first_result, getattr(strategy, name), []))
@@ -106,13 +107,13 @@ def _computed_once(strategy: object) -> Iterator[None]:
 
 
 class DaroActorWorker(actor_worker.ActorWorker):  # type: ignore[name-defined,misc]
-    """ROLL's actor with DARO's loss: it counts before each optimizer step and learns after it."""
+    """ROLL's actor with DARO's loss: counts tokens before each optimizer step and updates DARO's weights after it."""
 
     daro: DifficultyStep
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def initialize(self, pipeline_config: object) -> None:
-        """Start as ROLL's actor does, take over the state of a checkpoint, and put DARO around the optimizer step.
+        """Start as ROLL's actor does, load DARO's state from a checkpoint, and wrap the optimizer step.
 
         Raises:
             ConfigError: lists the options of ROLL that DARO does not support.
@@ -130,20 +131,20 @@ class DaroActorWorker(actor_worker.ActorWorker):  # type: ignore[name-defined,mi
         HOST.announce(self.daro, options)
 
     def _resumed_state(self) -> Path | None:
-        """Return where the state of ROLL's checkpoint lies; None where it starts from the model alone."""
+        """Return the path of DARO's state in the checkpoint that ROLL resumes from; None where ROLL does not resume."""
         wanted = self.pipeline_config.resume_from_checkpoint
         if wanted is True:
             wanted = get_latest_ckpt(self.pipeline_config.checkpoint_config)
         return Path(download_model(wanted)) / STATE_FILE if wanted else None
 
     def _wrap_train_step(self) -> None:
-        """Count before and learn after each optimizer step of the strategy."""
+        """Count tokens before each optimizer step of the strategy, and update DARO's weights after it."""
         own: Callable[..., dict[str, object]] = self.strategy.train_step
 
         def train_step(batch: DataProto, loss_func: object) -> dict[str, object]:
             self.daro.begin(_bins(batch), _mask(batch).sum(1), over_data(with_context=False))
             metrics = own(batch=batch, loss_func=loss_func)
-            # ROLL stops the run where its optimizer does not take a step.
+            # Always applied: ROLL stops the run where its optimizer does not take a step.
             return metrics | self.daro.end(over_data_and_stages(with_context=False))
 
         self.strategy.train_step = train_step
@@ -152,7 +153,7 @@ class DaroActorWorker(actor_worker.ActorWorker):  # type: ignore[name-defined,mi
         """Return ROLL's loss of a micro-batch and its metrics, with DARO's weight on each sample.
 
         Raises:
-            AlgorithmError: no step is open, bins did not arrive, or ROLL averages otherwise than it did.
+            AlgorithmError: no step is open, bins did not arrive, or this version of ROLL averages differently.
         """
         if not self.daro.first_here:
             return self._weighted_loss(data, output_tensor, probe=False)
@@ -186,7 +187,7 @@ class DaroActorWorker(actor_worker.ActorWorker):  # type: ignore[name-defined,mi
         return loss, metrics
 
     def _check_scale(self, wanted: float, got: float, losses_MT: Tensor, counted: float) -> None:
-        """Compare ROLL's average with the weighted sum: it must divide by the tokens that were counted."""
+        """Compare ROLL's average with the weighted sum; they are equal only if ROLL divides by the counted tokens."""
         size = float(losses_MT.abs().sum()) / counted
         if not math.isclose(got, wanted, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * max(size, 1e-12)):
             raise AlgorithmError(
@@ -195,7 +196,7 @@ class DaroActorWorker(actor_worker.ActorWorker):  # type: ignore[name-defined,mi
             )
 
     def _probe(self, data: DataProto, output_tensor: Tensor, per_token_MT: Tensor, factors_M: Tensor) -> None:
-        """On the first step: ROLL's own loss with the advantages as they are must be what was divided out."""
+        """Check in the first step that token losses divided by the factors equal those with unweighted advantages."""
         with torch.no_grad(), _averaged() as losses:
             super().loss_func(data, output_tensor)
         plain_MT = torch.where((factors_M[:, None] != 0) & (_mask(data) > 0), losses[0][0], 0.0)
@@ -210,7 +211,7 @@ class DaroActorWorker(actor_worker.ActorWorker):  # type: ignore[name-defined,mi
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def do_checkpoint(self, global_step: int, is_last_step: bool | None = None) -> DataProto:
-        """Save ROLL's checkpoint, and before it DARO's state in its folder, which ROLL may move away."""
+        """Save DARO's state in the checkpoint's folder, then ROLL's checkpoint, since ROLL may move the folder away."""
         if dist.get_rank() == 0:
             folder = Path(self.pipeline_config.output_dir) / self.worker_name / f"checkpoint-{global_step}"
             save_state(self.daro, folder / STATE_FILE)

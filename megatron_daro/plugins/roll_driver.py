@@ -1,9 +1,9 @@
 """DARO on ROLL's driver: `python -m megatron_daro.plugins.roll_driver --config_path DIR --config_name NAME`.
 
-Starts ROLL's RLVR pipeline as its examples/start_rlvr_pipeline.py does, with DARO's advantages
-around `compute_advantage`, which sees whole groups: it writes advantages, and the bin of each sample as a column that
-travels to the workers (`roll.py`).
-Refuses: options that give other advantages, filter by the loss, or average otherwise; lists all of them at once.
+Starts ROLL's RLVR pipeline as ROLL's examples/start_rlvr_pipeline.py does, with a wrapper around `compute_advantage`,
+which sees whole groups: the wrapper writes DARO's advantages, and the bin of each sample as a column that travels to
+the workers (`roll.py`).
+Refuses: options that give other advantages, filter by the loss, or average differently; lists all of them at once.
 
 Shape letters: B samples of a batch, S - 1 positions of log-probs.
 """
@@ -30,9 +30,9 @@ from megatron_daro.plugins.options import read_options
 MODULE = "megatron_daro.plugins.roll_driver"
 WORKER = "megatron_daro.plugins.roll.DaroActorWorker"
 BINS = "daro_bins"
-"""Column [B, S - 1], each row one number: the bin of the sample's group."""
+"""Column [B, S - 1]; every entry of a row is the bin of the sample's group."""
 _REWARD_TOLERANCE = 0.02
-"""Of a normalised reward: half precision of 1 / std."""
+"""Allowed difference of a normalised reward: ROLL may compute it in half precision."""
 
 HOST = Host("ROLL", "roll", ("0.3.0", "main at 8eb27cc2"))
 NAMES = (
@@ -58,7 +58,7 @@ FIXED: dict[str, object] = {
     "use_opd": False,
     "is_pure_opd": False,
 }
-"""Options of ROLL that have one value with DARO."""
+"""Options of ROLL that must have this value with DARO."""
 _FREE = """
     exp_name seed rpc_timeout output_dir base_dir logging_dir rollout_dump_dir track_with tracker_kwargs max_steps
     save_steps max_ckpt_to_keep logging_steps eval_steps rollout_batch_size max_running_requests val_batch_size
@@ -77,7 +77,7 @@ _FREE = """
     train_infer_correction max_len_mask mask_type difficulty_mask difficulty_low_threshold difficulty_high_threshold
     error_max_len_clip error_max_len_threshold val_greedy val_n_sample
 """
-"""Options of ROLL that go with DARO as they are. Those that stand nowhere here must have ROLL's default."""
+"""Options of ROLL that may have any value with DARO. Any that are neither here nor in FIXED must have their default."""
 
 
 class Data(Protocol):
@@ -94,14 +94,14 @@ class WorkerOptions(Protocol):
 
 
 class PipelineOptions(Protocol):
-    """ROLL's options of a pipeline; those of FIXED beside it."""
+    """ROLL's options of a pipeline that are read here, beside those of FIXED."""
 
     actor_train: WorkerOptions
     actor_infer: WorkerOptions
 
 
 def check_options(config: PipelineOptions) -> None:
-    """Refuse options of ROLL that DARO does not go with, and those that it does not know.
+    """Refuse options of ROLL that do not go with DARO, and those that DARO does not know.
 
     Raises:
         ConfigError: lists every one of them.
@@ -131,14 +131,15 @@ def daro_advantages(data: Data, response_mask: Tensor, rollouts_per_prompt: int)
     """Write advantages and bins of whole groups into a batch.
 
     Args:
-        data: "scores" [B], the verdicts; K rows one after another are a group, as in ROLL's own reward_norm: its
-            "prompt_id" numbers rows. "prompts" [B, P] are theirs, "response_level_rewards" [B] are ROLL's own
-            normalised rewards.
+        data: "scores" [B], the verdicts; K consecutive rows are a group, as in ROLL's own reward_norm (ROLL's
+            "prompt_id" numbers rows, not prompts). "prompts" [B, P] of the rows; "response_level_rewards" [B], ROLL's
+            own normalised rewards.
         response_mask: [B, S - 1], trained tokens.
         rollouts_per_prompt: K.
 
     Raises:
-        AlgorithmError: scores are no verdicts, K rows are not of one prompt, or ROLL's rewards are not the scores.
+        AlgorithmError: scores are not verdicts, K consecutive rows are not of one prompt, or ROLL's rewards are not
+            those of the scores.
     """
     options = read_options()
     scores_B = data.batch["scores"].detach().to("cpu", torch.float64).flatten()
@@ -153,9 +154,9 @@ def daro_advantages(data: Data, response_mask: Tensor, rollouts_per_prompt: int)
 
 
 def _check_rewards(data: Data, scores_GK: Tensor) -> None:
-    """Refuse rewards that were shaped: DARO's advantages are those of the scores, the rest would be ignored."""
+    """Refuse shaped rewards: DARO makes advantages from the scores alone, so the shaping would be ignored."""
     got_GK = data.batch["response_level_rewards"].detach().to("cpu", torch.float64).view(scores_GK.shape)
-    # ROLL: the group's sample standard deviation, and half precision where its reward workers use it.
+    # ROLL divides by the group's sample standard deviation; its reward workers may use half precision.
     wanted_GK = (scores_GK - scores_GK.mean(1, keepdim=True)) / (scores_GK.std(1, keepdim=True) + 1e-6)
     far_G = ((got_GK - wanted_GK).abs() > _REWARD_TOLERANCE).any(1)
     if bool(far_G.any()):
@@ -169,7 +170,7 @@ def _check_rewards(data: Data, scores_GK: Tensor) -> None:
 
 
 def with_daro(compute_advantage: Callable[..., Data]) -> Callable[..., Data]:
-    """Return ROLL's compute_advantage with DARO's advantages in the place of its own."""
+    """Return ROLL's compute_advantage with DARO's advantages in place of its own."""
 
     @functools.wraps(compute_advantage)
     def compute(*arguments: Data, **options: object) -> Data:
@@ -184,7 +185,7 @@ def with_daro(compute_advantage: Callable[..., Data]) -> Callable[..., Data]:
 
 
 def install() -> dict[str, Any]:
-    """Put DARO's advantages into ROLL's RLVR pipeline, and return what NAMES names.
+    """Put DARO's advantages into ROLL's RLVR pipeline, and return the objects of NAMES.
 
     Raises:
         ConfigError: a name is not in this version of ROLL.

@@ -1,17 +1,17 @@
-"""DARO inside slime: hook functions that its command line names. `python -m megatron_daro.plugins.slime --flags`.
+"""DARO inside slime, through its hooks: `python -m megatron_daro.plugins.slime --flags` prints the flags to add.
 
-Place in the data flow, each a hook of slime: `reward_post_process` (rollout manager) makes advantages of whole groups;
-`megatron_init` (each train rank) makes the state and puts it beside checkpoints; `rollout_data_postprocess` gives each
-sample its bin, in `returns`, which slime's policy loss does not use; `before_train_step` counts tokens over ranks and
-arms the update after optimizer.step; `loss` is slime's own policy loss, whose reduction of the token losses is
-`reduce_token_losses`: clipping, corrections, KL, entropy and every metric stay slime's.
-Refuses: options of slime that it does not know, groups that are not whole and in order, rewards that were shaped before
-anybody knew the verdict, and ranks whose advantages do not fit their bins.
+The hooks: `reward_post_process` (rollout manager) makes the advantages of whole groups; `megatron_init` (each train
+rank) makes the state and has it saved and loaded with checkpoints; `rollout_data_postprocess` writes each sample's bin
+into `returns`, which slime's policy loss does not use; `before_train_step` counts tokens over ranks and wraps
+optimizer.step, so that the weights move after it; `loss` calls slime's own policy loss, with `reduce_token_losses` as
+its reduction of the token losses. Clipping, corrections, KL, entropy and every metric stay slime's.
+Refuses: options of slime that it does not know, groups that are not whole and in order, shaped rewards that do not tell
+the verdict, and ranks whose advantages do not fit their bins.
 
-Scale: slime divides what `loss` returns by the step's rollouts (default) or by its tokens, sum of max(mask, 1), with
---calculate-per-token-loss, and undoes every other factor itself; so the loss is X times that number. Each
-context-parallel rank holds its own part of a sample, so loss sums run over DP x CP and counts over DP.
-plugins/miles.py has the same hooks for miles.
+Scale: slime divides what `loss` returns by the number of rollouts in the step (default) or, with
+--calculate-per-token-loss, by its number of tokens, at least 1 for each sample, and undoes every other factor itself;
+so `loss` returns X times that number. Each context-parallel rank holds its own part of a sample, so loss sums run over
+DP x CP and counts over DP. plugins/miles.py has the same hooks for miles.
 
 Shape letters: N samples of the whole rollout batch, n of this rank.
 """
@@ -45,14 +45,14 @@ from megatron_daro.plugins.options import PluginSection, read_options
 
 
 class Arguments(Protocol):
-    """Those options of slime that are read here."""
+    """The options of slime that are read here."""
 
     n_samples_per_prompt: int
     calculate_per_token_loss: bool
     custom_pg_loss_reducer_function_path: str | None
     custom_megatron_init_path: str | None
     qkv_format: str
-    """Of miles."""
+    """Only miles has it."""
 
 
 RolloutData = MutableMapping[str, Any]
@@ -61,9 +61,10 @@ RolloutData = MutableMapping[str, Any]
 
 @dataclass(slots=True)
 class Plan:
-    """What one optimizer step of a rollout will hold on this rank.
+    """What this rank will train in one optimizer step of a rollout.
 
-    bins_N, lengths_N: int64, of its samples. floored_tokens: sum of max(trained tokens, 1). rollouts: of all ranks.
+    bins_N, lengths_N: int64, of its samples. floored_tokens: sum of max(trained tokens, 1) over them. rollouts: in the
+    step, over all ranks.
     """
 
     bins_N: Tensor
@@ -73,7 +74,7 @@ class Plan:
 
 
 class Sample(Protocol):
-    """What is read of slime's samples."""
+    """The part of slime's samples that is read here."""
 
     group_index: int | None
 
@@ -82,7 +83,7 @@ class Sample(Protocol):
 
 
 class Placed(float):
-    """An advantage that knows the place of its sample in the rollout batch, also after Ray passed it on.
+    """An advantage with its sample's place in the rollout batch, which Ray passes on with it.
 
     slime's newest release does not tell the train ranks which samples of the batch they hold.
     """
@@ -119,10 +120,10 @@ def places_of(rollout_data: RolloutData) -> Tensor:
 
 
 def reward_post_process(args: Arguments, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    """slime's hook: (raw rewards, advantages) of a whole rollout batch.
+    """Return (raw rewards, advantages) of a whole rollout batch, as a hook of slime.
 
     Raises:
-        ConfigError: the hook that checks all others is not set, so that this one would be DARO's only part.
+        ConfigError: `megatron_init`, which checks all hooks, is not set; without it the loss would be the host's own.
         AlgorithmError: groups are not whole and in order, or rewards are no verdicts.
     """
     checking = args.custom_megatron_init_path
@@ -196,7 +197,7 @@ FIXED: dict[str, tuple[object, ...]] = {
     "custom_pg_loss_reducer_function_path": (None,),
     "custom_convert_samples_to_train_data_path": (None,),
     "compute_advantages_and_returns": (True,),
-    # Both belong to the advantages that reward_post_process makes; `std` of MEGATRON_DARO_OPTIONS is in their place.
+    # reward_post_process makes the advantages: `std` of MEGATRON_DARO_OPTIONS takes the place of these two.
     "grpo_std_normalization": (True,),
     "rewards_normalization": (True,),
 }
@@ -226,18 +227,19 @@ _FREE = """
     custom_megatron_before_log_prob_hook_path custom_config_path padded_vocab_size qwen_gdn_backend
 """
 FREE = frozenset(_FREE.split())
-"""Options that go with DARO whatever they say: they choose where, how fast and on what data, or parts of the loss
-that stay slime's own."""
+"""Options that may have any value with DARO: they choose where, how fast and on what data to train, or concern parts of
+the loss that stay slime's own."""
 FREE_PREFIXES = ("ci_", "eval_", "megatron_deepgemm_", "rollout_", "sglang_", "tb_", "update_weight", "wandb_")
-"""So do those that begin with one of these: rollouts, evaluation, the passing of weights, logs."""
+"""Options that begin with one of these may have any value too: rollouts, evaluation, weight updates, logs."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the hooks call in slime, or in miles.
+    """The functions of slime, or of miles, that the hooks call.
 
-    policy_loss: as slime's policy_loss_function. local_masks: the parts of masks whose log-probs this context-parallel
-    rank holds, from (batch, whole masks). report: hands metrics to the host's logger, on the rank that logs.
+    policy_loss: as slime's policy_loss_function. local_masks: takes (batch, whole masks) and returns the parts of the
+    masks whose log-probs this context-parallel rank holds. report: passes metrics to the host's logger, on the rank
+    that logs.
     """
 
     policy_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -258,9 +260,9 @@ class Session:
     armed: object = None
     """The optimizer whose `step` was wrapped."""
     where: tuple[int, int] = (0, 0)
-    """Rollout and step of the open step."""
+    """Rollout id and `train/step` of the open step."""
     batch: Mapping[str, Any] | None = None
-    """The micro-batch whose loss is being computed, until its token losses were reduced."""
+    """The micro-batch whose loss is being computed; None once its token losses are reduced."""
 
 
 _session: Session | None = None
@@ -281,13 +283,14 @@ def session() -> Session:
 
 
 def megatron_init(args: Arguments) -> None:
-    """slime's hook before model, optimizer and checkpoint are made: looks up what the hooks call, checks the options.
+    """Look up what the hooks call, check the options and begin the session; slime's hook before it makes the model.
 
     Raises:
-        ConfigError: lists every name of slime that is missing, or every option that is missing or contradicts.
+        ConfigError: lists every name of slime that is missing, or every option that is missing or does not go with
+            DARO.
     """
     backend = "slime.backends.megatron_utils"
-    # The newest release has the logger where the main branch had it until it got a package of its own.
+    # The newest release has the logger in slime.utils, the main branch in slime.observability.
     log = f"slime.{'observability' if importlib.util.find_spec('slime.observability') else 'utils'}.logging_utils:log"
     names = (
         f"{backend}.loss:policy_loss_function",
@@ -310,7 +313,7 @@ def megatron_init(args: Arguments) -> None:
 
 
 def begin_session(args: Arguments, host: Host, model: Checkpointing, options: PluginSection, parts: Parts) -> None:
-    """Make this process's state, put it beside the checkpoints of `model`, and say that DARO is on."""
+    """Make this process's state, let the module `model` save and load it with checkpoints, and log that DARO is on."""
     global _session
     step = DifficultyStep(options.algorithm(args.n_samples_per_prompt))
     _session = Session(step, parts, start_fresh=options.start_fresh)
@@ -327,15 +330,15 @@ def check_flags(
     *,
     more_free: Collection[str] = (),
 ) -> None:
-    """Refuse options of the host that are missing, contradict DARO, or are not known here.
+    """Refuse options of the host that are missing, do not go with DARO, or are not known here.
 
     Args:
-        args: every option, also Megatron's, which are not looked at.
+        args: every option; of Megatron's only those in `checkpoint_problems` are checked.
         host: slime or miles.
-        module: whose functions the hooks must be.
+        module: the hooks must be functions of this module.
         defaults: of the host's own options.
         options: of the plug-in.
-        more_free: options of this host that go with DARO whatever they say, beside FREE.
+        more_free: options of this host, beside FREE, that may have any value.
 
     Raises:
         ConfigError: lists all of them.
@@ -355,7 +358,7 @@ def check_flags(
 
 
 def rollout_data_postprocess(args: Arguments, rollout_id: int, rollout_data: RolloutData) -> None:
-    """slime's hook before training on a rollout: bins into `returns`, and what each optimizer step will hold.
+    """Write bins into `returns`, and plan each optimizer step; slime's hook before it trains on a rollout.
 
     Raises:
         AlgorithmError: raw rewards or their places are missing, or the advantages are not those of the bins.
@@ -387,7 +390,7 @@ def rollout_data_postprocess(args: Arguments, rollout_id: int, rollout_data: Rol
 
 
 def _check_advantages(advantages: Sequence[Tensor], sent: Tensor, mine: Tensor) -> None:
-    """Refuse tokens whose advantage is not that of their sample."""
+    """Refuse tokens whose advantage differs from that of their sample."""
     for values_R, wanted, number in zip(advantages, sent.tolist(), mine.tolist(), strict=True):
         difference_R = (values_R.detach().double() - wanted).abs()
         if not bool((difference_R <= 1e-2 * max(1.0, abs(wanted))).all()):
@@ -401,7 +404,7 @@ def _check_advantages(advantages: Sequence[Tensor], sent: Tensor, mine: Tensor) 
 def before_train_step(
     args: Arguments, rollout_id: int, step_id: int, model: object, optimizer: object, opt_param_scheduler: object
 ) -> None:
-    """slime's hook before each optimizer step: counts over ranks, and an update of the weights after it."""
+    """Count tokens over ranks, and let the weights move after the step; slime's hook before each optimizer step."""
     own = session()
     if step_id >= len(own.plans):
         raise AlgorithmError(
@@ -418,7 +421,7 @@ def before_train_step(
 
 
 def _update_after(args: Arguments, optimizer: object, own: Session) -> None:
-    """Wrap `optimizer.step`: the weights move after each step that was taken."""
+    """Wrap `optimizer.step`, so that the weights move after each step that the optimizer applied."""
     take_step: Callable[[], tuple[bool, object, object]] = optimizer.step  # type: ignore[attr-defined]
 
     @functools.wraps(take_step)
@@ -438,16 +441,16 @@ def loss(
     logits: Tensor,
     sum_of_sample_mean: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """slime's hook: the loss of a micro-batch on the last pipeline stage, and what it reports.
+    """Return the loss of a micro-batch on the last pipeline stage, and its metrics, as a hook of slime.
 
     Args:
         args: slime's options.
         batch: the micro-batch: lists with one entry per sample.
         logits: [1, T, V over tensor-parallel ranks], float32.
-        sum_of_sample_mean: slime's reduction, which its entropy, KL and metrics go through.
+        sum_of_sample_mean: slime's reduction, still used for its entropy, KL and metrics.
 
     Raises:
-        AlgorithmError: the host's policy loss did not ask for the reduction of token losses.
+        AlgorithmError: the host's policy loss did not call `reduce_token_losses`.
     """
     own = session()
     own.batch = batch
@@ -465,9 +468,9 @@ def loss(
 def reduce_token_losses(
     total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor], per_token: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Return what makes a loss of the open micro-batch's token losses; the host's policy loss asks for it.
+    """Return the function that reduces the open micro-batch's token losses; the host's policy loss asks for it.
 
-    Only `loss_masks` is used: whole masks, one for each sample, without the tokens that a correction rejected.
+    Only `loss_masks` is used: whole masks, one for each sample, in which tokens that a correction rejected are 0.
     """
     return functools.partial(_weigh, session(), loss_masks)
 

@@ -1,13 +1,14 @@
-"""DARO inside verl: algorithm.adv_estimator=daro, where this package is installed beside it.
+"""DARO inside verl: algorithm.adv_estimator=daro, with this package installed beside verl.
 
 verl loads this module in every process (entry point `verl.plugins` through verl_plugin.py, or
-VERL_USE_EXTERNAL_MODULES). Before the first step the driver asks every worker of the actor whether it did. The
-advantage estimator (driver) sees whole groups: it writes group-normalised advantages, and each sample's pass rate into
-`returns`, which the actor's loss does not use, with MARK added. The actor's worker counts tokens per bin before each
-optimizer step of a marked batch, and its loss replaces verl's `ppo_loss`; batches of other estimators train as in
-verl.
+VERL_USE_EXTERNAL_MODULES). Before the first step the driver asks every worker of the actor whether it has loaded the
+module. The advantage estimator (driver) sees whole groups: it writes group-normalised advantages, and each sample's
+pass rate plus MARK into `returns`, which the actor's loss does not use. The actor's worker counts tokens per bin before
+each optimizer step of a marked batch, and its loss replaces verl's `ppo_loss`. Where the package is only installed and
+no option of it is set, verl's own training runs until the first marked batch.
 Refuses: other loss modes than vanilla, other aggregations than token-mean, distillation, dynamic context parallel,
-shaped rewards without a threshold, and a micro-batch whose loss differs from verl's own with A' = A w_k N / N_k.
+shaped rewards without a threshold, and in the first step a micro-batch whose loss differs from verl's own with A' = A
+w_k N / N_k.
 
 Scale: verl expects dp_size * (this rank's share of the mean over the global batch) and multiplies by the number of
 micro-batches and, for Megatron's per-token mode, by tokens itself; so the loss is dp_size * X.
@@ -101,7 +102,7 @@ HOST = Host("verl", "verl", ("0.9.1", "0.10.0.dev at 1dda039b9"))
 
 MODULE = "megatron_daro.plugins.verl"
 MARK = 1024.0
-"""Added to the pass rates in `returns`: how a worker knows a batch of this estimator."""
+"""Added to the pass rates in `returns`, so that a worker recognizes a batch of this estimator."""
 _PROBE_TOLERANCE = 1e-4
 _FREE_ACTOR = """
     _target_ strategy ppo_mini_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu
@@ -116,11 +117,11 @@ _FREE_ACTOR = """
 _FREE_ALGORITHM = """
     _target_ adv_estimator gamma lam use_kl_in_reward kl_penalty kl_ctrl pf_ppo filter_groups rollout_correction
 """
-"""Options of verl's actor and algorithm that go with DARO as they are; others must have verl's default."""
+"""Options of verl's actor and algorithm that may have any value with DARO; others must have verl's default."""
 
 
 class _Driver:
-    """What the driver's process knows: whether it scored a batch with DARO."""
+    """State of the driver's process: whether it has scored a batch with DARO."""
 
     scored = False
 
@@ -130,7 +131,7 @@ _rollouts_per_prompt: contextvars.ContextVar[int] = contextvars.ContextVar("roll
 
 
 def _with_rollouts_per_prompt(compute_advantage: Callable[..., object]) -> Callable[..., object]:
-    """Let the estimator know rollout.n, which verl hands to compute_advantage and not to estimators."""
+    """Let the estimator know rollout.n, which verl passes to compute_advantage but not to estimators."""
 
     @functools.wraps(compute_advantage)
     def compute(*arguments: object, **options: object) -> object:
@@ -147,9 +148,9 @@ def _with_rollouts_per_prompt(compute_advantage: Callable[..., object]) -> Calla
 
 
 def _groups(index: Sequence[Hashable], response_mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return each sample's group, which samples are of whole groups, and K.
+    """Return each sample's group, the mask of samples in whole groups, and K.
 
-    Groups without one trained token carry no signal: verl fills a batch up with rows of that kind, under one uid.
+    Groups without any trained token carry no signal: verl pads a batch with such rows, all under one uid.
     """
     numbers: dict[Hashable, int] = {}
     group_B = torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in index])
@@ -177,22 +178,22 @@ def daro_advantage(
     config: Mapping[str, object] | None = None,
     **others: object,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages of whole groups, and the pass rate of each sample's group in the place of returns.
+    """Return the advantages of whole groups, and the pass rate of each sample's group in place of returns.
 
     Args:
         token_level_rewards: [B, R]; their sum over a row is the answer's reward.
         response_mask: [B, R].
         index: [B], verl's uid of each sample's prompt.
         config: verl's algorithm section.
-        others: what verl hands to estimators that need more.
+        others: what verl passes to other estimators; not used.
 
     Returns:
-        (advantages, pass rates + MARK), both [B, R]. A group with fewer answers than rollout.n has advantages and pass
-        rate of 0: no signal.
+        (advantages, pass rates + MARK), both [B, R]. A group with fewer answers than rollout.n has advantages 0 and
+        pass rate 0: no signal.
 
     Raises:
-        AlgorithmError: rewards are no verdicts, or most groups are incomplete.
-        ConfigError: options of the algorithm that DARO does not go with.
+        AlgorithmError: rewards are not verdicts, most groups are incomplete, or one has more than rollout.n answers.
+        ConfigError: options of the algorithm section do not go with DARO.
     """
     options = read_options()
     _check_algorithm(config, options)
@@ -210,7 +211,7 @@ def daro_advantage(
 
 
 def _check_algorithm(config: object, options: PluginSection) -> None:
-    """Raise ConfigError with the options of verl's algorithm section that DARO does not go with."""
+    """Raise ConfigError with the options of verl's algorithm section that do not go with DARO."""
     allowed = dict.fromkeys(_FREE_ALGORITHM.split(), ANY) | {"use_pf_ppo": (False,)}
     allowed["norm_adv_by_std_in_grpo"] = (True,) if options.std == "auto" else ANY
     given = dict(config) if isinstance(config, Mapping) else fields_of(config)[0] if config is not None else {}
@@ -225,13 +226,13 @@ def daro_loss(
     *,
     step: DifficultyStep,
 ) -> tuple[Tensor, dict[str, object]]:
-    """Return the loss of one micro-batch, in the place of verl's ppo_loss: dp_size * sum of w_k / N_k * token losses.
+    """Return the loss of one micro-batch, in place of verl's ppo_loss: dp_size * sum of w_k / N_k * token losses.
 
     Args:
         config: of the actor: clip range, entropy and KL.
-        model_output: "log_probs" and perhaps "entropy", as the engine makes them.
+        model_output: "log_probs" and perhaps "entropy", as the engine returns them.
         data: the micro-batch; `returns` holds pass rates.
-        dp_group: not used: every denominator was summed before the forward pass.
+        dp_group: used only by verl's own loss; DARO's denominators were summed before the forward pass.
         step: this rank's state; a step must be open.
 
     Returns:
@@ -298,7 +299,7 @@ def _marked(data: TensorDict) -> Tensor | None:
     """Return the pass rate of each sample, [B], that travelled as `returns`; None where another estimator wrote them.
 
     Raises:
-        AlgorithmError: some samples have the mark and others have not.
+        AlgorithmError: some samples have the mark and others do not.
     """
     if "returns" not in data:
         return None
@@ -335,9 +336,9 @@ def _trained_lengths(data: TensorDict) -> Tensor:
 def _probe(
     config: ActorConfig, fields: TensorDict, log_probs_BR: Tensor, bins_B: Tensor, step: DifficultyStep, got: float
 ) -> None:
-    """Compare with verl's own loss function, which is homogeneous of degree one in the advantages.
+    """Compare DARO's loss with verl's own loss function, which is homogeneous of degree one in the advantages.
 
-    With A' = A w_k N / N_k its token mean over the global batch is the weighted sum; both are at verl's own scale.
+    With A' = A w_k N / N_k its token mean over the global batch is the weighted sum; both have verl's own scale.
     """
     info, bins_B = config.global_batch_info, bins_B.to(log_probs_BR.device)
     ones_B = torch.ones(len(bins_B), device=bins_B.device)
@@ -363,9 +364,9 @@ def _probe(
 
 
 class DaroTrainingWorker(TrainingWorker):  # type: ignore[misc,valid-type]
-    """verl's actor with DARO's loss: it counts before each optimizer step and learns after it.
+    """verl's actor with DARO's loss: it counts tokens before each optimizer step and updates DARO's weights after it.
 
-    Where the package is only installed, and no option of it is set, it stays verl's own until a batch has the mark.
+    Where the package is only installed and no option of it is set, this is verl's own actor until a batch has the mark.
     """
 
     daro: DifficultyStep | None = None
@@ -405,7 +406,7 @@ class DaroTrainingWorker(TrainingWorker):  # type: ignore[misc,valid-type]
             self._resume_from = None
 
     def train_batch(self, data: TensorDict) -> TensorDict | None:
-        """One optimizer step; see `TrainingWorker.train_batch`. The metrics gain those of docs/metrics.md."""
+        """Take one optimizer step as `TrainingWorker.train_batch` does, and add the metrics of docs/metrics.md."""
         if self.daro is None:
             if _marked(data) is None:
                 return super().train_batch(data)
@@ -423,7 +424,7 @@ class DaroTrainingWorker(TrainingWorker):  # type: ignore[misc,valid-type]
         return output
 
     def _over_data_and_stages(self, over_data: Reduce) -> Reduce:
-        """Sum over data-parallel ranks, then over pipeline stages: only the last stage has losses.
+        """Return a `Reduce` over data-parallel ranks, then over pipeline stages, of which only the last has losses.
 
         Context-parallel ranks compute the loss of whole sequences in verl, so the sum does not run over them.
         """
@@ -446,19 +447,19 @@ class DaroTrainingWorker(TrainingWorker):  # type: ignore[misc,valid-type]
         return result
 
     def load_checkpoint(self, local_path: str, *arguments: object, **options: object) -> object:
-        """Load verl's checkpoint and DARO's state, which is checked first.
+        """Load DARO's state, which is checked (once DARO has started), then verl's checkpoint.
 
         Raises:
             CheckpointError: the state is missing (without start_fresh), torn, or of another K.
         """
-        if local_path is not None:  # as verl says it where there is nothing to resume from
+        if local_path is not None:  # verl passes None where there is nothing to resume from
             self._resume_from = Path(local_path) / STATE_FILE
             self._resume()
         return super().load_checkpoint(local_path, *arguments, **options)
 
 
 def _wanted() -> bool:
-    """Whether the user asks for DARO in this process, beside having the package installed."""
+    """Return whether the user asks for DARO in this process, beyond having the package installed."""
     return VARIABLE in os.environ or MODULE in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
 
 
@@ -502,7 +503,7 @@ def _check_workers(group: object) -> None:
         f"install megatron_daro on every node, leave VERL_USE_EXTERNAL_PLUGINS at auto (or name {MODULE} in "
         f"VERL_USE_EXTERNAL_MODULES), and hand {VARIABLE} to Ray's workers as docs/plugins.md says"
     )
-    # By Ray's own method: a method of this package on verl's class would be sent to nodes that do not have it.
+    # Through Ray's own method: nodes without this package do not have a method that it adds to verl's class.
     answers = [worker.__ray_call__.remote(in_force) for worker in group.workers]  # type: ignore[attr-defined]
     for rank, answer in enumerate(answers):
         try:
@@ -517,12 +518,12 @@ def _check_workers(group: object) -> None:
 
 
 def _checks_workers(execute_all: Callable[..., object]) -> Callable[..., object]:
-    """Check the workers once, before the driver lets them train the first batch that DARO scored."""
+    """Wrap `execute_all` to check the workers once, before they train the first batch that DARO scored."""
     checked = weakref.WeakSet[object]()
 
     @functools.wraps(execute_all)
     def execute(group: object, method_name: str, *arguments: object, **options: object) -> object:
-        # Colocated roles have their prefix: actor_rollout_update_actor.
+        # Colocated roles prefix the method's name: actor_rollout_update_actor.
         if _driver.scored and method_name.endswith("update_actor") and group not in checked:
             _check_workers(group)
             checked.add(group)

@@ -1,6 +1,6 @@
-"""The entry point of the group `verl.plugins`: imports plugins/verl.py, and logs why where that fails.
+"""Entry point of the group `verl.plugins`: imports plugins/verl.py, and logs the reason if that fails.
 
-verl's own loader keeps the reason to its DEBUG log, and goes on without DARO.
+verl's own loader logs the reason at level DEBUG only, and goes on without DARO.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Runs code that nobody has read: Python in a process of its own without network, files or much of anything.
+"""Runs untrusted Python code, such as a model's output, in a process of its own without network or files.
 
-Code, input and limits -> child.py in namespaces of its own -> what it printed, and how it ended. Model output is such
-code. It refuses to run where the kernel does not give the isolation that was asked for; each run has a time limit.
+Code, input and limits -> child.py in namespaces of its own -> what it printed, and how it ended. The sandbox refuses to
+run where the kernel does not give the isolation that was asked for; each run has a time limit.
 
-Inside are no network, no files but Python's (read-only) and a directory in memory, no capabilities, and a filter of
-system calls. The memory of all its processes, page tables included, is added up every 20 ms; files take up to
-`file_mib` on top. Memory that belongs to no process cannot be had: memfd, `mmap.mmap(-1, n)`, System V IPC, inotify,
-larger buffers of pipes and sockets, and sockets other than `socket.socketpair()`, which asyncio needs. What remains
-of the kernel's is bounded: each process has at most 32 open files, which keep up to 10 MiB (0.3 MiB for a socket
-where `net.core.wmem_default` is Linux's 208 KiB), as many again may be on their way through sockets, and mappings
-take up to a sixteenth of `memory_mib`: with the default limits at most 220 MiB beyond `memory_mib: 256`.
+The code has no network, no capabilities, no files but Python's (read-only) and a directory in memory, and its system
+calls are filtered. The memory of all its processes, page tables included, is added up every 20 ms; files take up to
+`file_mib` on top. Whatever would hold memory that belongs to no process is denied: memfd, `mmap.mmap(-1, n)`, System V
+IPC, inotify, larger buffers of pipes and sockets, and sockets other than `socket.socketpair()`, which asyncio needs.
+The remaining kernel memory is bounded: each process has at most 32 open files, which hold up to 10 MiB (0.3 MiB for a
+socket where `net.core.wmem_default` is Linux's 208 KiB), as many again may be in transit through sockets, and mappings
+take up to a sixteenth of `memory_mib`. With the default limits this is at most 220 MiB beyond `memory_mib: 256`.
 
-`isolation: limits` is for code that one trusts: it reads and writes every file that the user can, and `/dev/shm` has
-no limit. It may start threads, but no process. A time limit may hit on one day and not on another; for runs that
-repeat exactly `cpu_s` is well below `wall_s`.
+`isolation: limits` is for trusted code: it can read and write every file that the user can, and `/dev/shm` has no
+limit. It may start threads, but no processes. Whether code exceeds `wall_s` depends on the machine's load; for runs
+that repeat exactly, set `cpu_s` well below `wall_s`.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _POLL_S = 0.02
 _START_S = 60.0
 """Longest time until the code begins; a busy machine makes namespaces slowly."""
 _OVERHEAD_MIB = 16
-"""Of child.py's own processes."""
+"""Memory of child.py's own processes."""
 _STARTS = 3
-"""Times that a sandbox which is killed from outside is started in all."""
+"""How many times in all a sandbox that is killed from outside is started."""
 _OWN_MEMORY = re.compile(r"^(?:RssAnon|VmSwap|VmPTE|HugetlbPages):\s+(\d+) kB$", re.MULTILINE)
 _CHILD = Path(__file__).with_name("child.py")
 _DEVICES = ("/dev/null", "/dev/urandom")
-"""Not /dev/zero: mapped, it is memory that nobody counts."""
+"""Not /dev/zero: mapping it gives memory that is not counted."""
 _SYSTEM = ("/bin", "/sbin", "/usr", "/etc", "/opt")
 AGENT_PORT = 8000
-"""Of an agent's own loopback."""
+"""The port of its endpoint on an agent's own loopback."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 
 
@@ -61,10 +61,10 @@ _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 class Limits:
     """What one run of code may use.
 
-    wall_s: time, seconds, from where the code begins. cpu_s: CPU time of each process, whole seconds. memory_mib:
-    address space of each process, and memory of all together; the kernel's own for open files and mappings comes
-    besides, up to 10 MiB and a sixteenth of memory_mib for each process. output_bytes: of standard output and error
-    together. file_mib: of all files, which take memory besides. processes: at once, threads included.
+    wall_s: seconds from the start of the code. cpu_s: CPU time of each process, whole seconds. memory_mib: address
+    space of each process, and memory of all together; the kernel's memory for open files and mappings is on top, up to
+    10 MiB and a sixteenth of memory_mib for each process. output_bytes: of standard output and error together.
+    file_mib: of all files, whose memory is on top. processes: at once, threads included.
     """
 
     wall_s: float = 5.0
@@ -82,10 +82,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How it ended. output: standard output and error in the order they came, at most `output_bytes`, read as UTF-8.
+    """How a run ended. output: standard output and error in the order they came, at most `output_bytes`, read as UTF-8.
 
     reason: ok; error: an exit status other than 0; time, cpu, memory, output: the limit at which it was ended; killed:
-    by another signal. status: the exit status, negative: the signal; None where none is known.
+    by another signal. status: the exit status, or minus the signal; None where it is not known.
     """
 
     output: str
@@ -99,14 +99,14 @@ class Sandbox:
     """Runs Python code, each time in new namespaces. Immutable, so usable from several threads.
 
     isolation: `namespaces`: no network, none of the machine's files but Python's own (read-only), a directory in memory
-    to write to, no other process in sight, no rights. `limits`: for code that you trust: no further processes, threads
-    uncounted, and it reads and writes every file that you can, so that `file_mib` is of each, and those of a file
-    system in memory (/dev/shm) are beyond every limit. Either refuses memory that belongs to no process: memfd,
+    to write to, no other process in sight, no capabilities. `limits`: for code that you trust: it cannot start
+    processes, its threads are not counted, and it reads and writes every file that you can, so `file_mib` limits each
+    file, and nothing limits files in memory (/dev/shm). Both deny what holds memory that belongs to no process: memfd,
     anonymous shared mappings, System V, inotify, larger buffers of pipes and sockets, and sockets other than
     `socket.socketpair()`, which asyncio needs. read_only: more paths that the code may read, for instance of packages;
-    import_path: those of them that Python imports from.
+    import_path: the paths among them that Python imports from.
 
-    The calling thread must live as long as a run: Linux ends the code with it.
+    The calling thread must outlive a run: Linux kills the code when that thread ends.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -115,7 +115,7 @@ class Sandbox:
     import_path: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Run one line. Raises SandboxError: this machine does not give the isolation, with the reason."""
+        """Run one line of code. Raises SandboxError, with the reason, where this machine lacks the isolation."""
         outcome = self.run("print(6 * 7)")
         if outcome.output.strip() != "42":
             raise SandboxError(
@@ -128,14 +128,14 @@ class Sandbox:
     ) -> Outcome:
         """Run code as a program of its own, in a directory that holds `files`, and wait until it ends.
 
-        What SIGKILL ended before a limit did is run again: once where the code may have sent it itself, so that another
-        process's (the kernel's, out of memory) is not taken for the code's fault.
+        Code that SIGKILL ended before it reached a limit is run again, since the signal may have come from outside
+        (from the kernel, out of memory); only once where the code may have sent it itself.
 
         Args:
             code: Python. stdin: what it can read from standard input. files: name -> text. arguments: of the program.
 
         Raises:
-            SandboxError: the isolation is not to be had here, a file's name is no plain one, or the sandbox's own
+            SandboxError: the isolation is not available here, a file's name is not a plain one, or the sandbox's own
             processes, which the code cannot reach, were killed three times.
         """
         files = {**(files or {}), "main.py": code, "stdin": stdin}
@@ -199,7 +199,7 @@ class _Watch:
         self._output, self._said = bytearray(), bytearray()
 
     def outcome(self, settings: bytes) -> Outcome:
-        """Hand over the settings and watch. Raises SandboxError."""
+        """Pass the settings to child.py and watch the run. Raises SandboxError."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -207,7 +207,7 @@ class _Watch:
                 process.stdin.write(settings)
                 process.stdin.close()
             except BrokenPipeError:
-                pass  # it says why on the other descriptor
+                pass  # child.py reports the reason on the other descriptor
             ended_by = self._watch(process.stdout.fileno())
         finally:
             _end(process)
@@ -256,18 +256,19 @@ class _Watch:
 
 
 def confined(command: Sequence[str], *, folder: str, endpoint: str, status: int) -> list[str]:
-    """Return the command line that runs an agent's program in namespaces: it writes to one folder, reaches one endpoint
-    on port `AGENT_PORT` of its loopback and nothing else, and reads the system's programs, Python's, the directory that
-    it is started in, PYTHONPATH, and what the command names by absolute paths. It has no limits.
+    """Return the command line that runs an agent's program in namespaces: the program can write to one folder, reach
+    one endpoint on port `AGENT_PORT` of its loopback and nothing else, and read the system's programs, Python, the
+    directory that it is started in, PYTHONPATH, and what the command names by absolute paths. Its time and memory are
+    not limited.
 
     Args:
-        folder: to write in. endpoint: a socket of Unix, which any user may write to. status: a descriptor, for
-            `exit_status`.
+        folder: to write in. endpoint: a Unix socket that any user may write to. status: a descriptor, whose text
+            `exit_status` reads.
     """
     here = str(Path.cwd())
     prefixes = (sys.prefix, sys.base_prefix, here, *os.environ.get("PYTHONPATH", "").split(os.pathsep))
     absolute = [one for one in (*prefixes, *command) if one.startswith("/") and one != "/"]
-    named = [*absolute, *map(os.path.realpath, absolute)]  # an environment may be a link
+    named = [*absolute, *map(os.path.realpath, absolute)]  # a virtual environment may be a link
     if os.geteuid() == 0:
         os.chown(folder, NOBODY, NOBODY)
     settings = {
@@ -286,12 +287,12 @@ def confined(command: Sequence[str], *, folder: str, endpoint: str, status: int)
 
 
 def exit_status(said: str) -> int:
-    """Return how a confined program ended, of what was written to its descriptor. Raises SandboxError."""
+    """Return the exit status of a confined program, from what was written to its descriptor. Raises SandboxError."""
     return int(_reports(said).get("exit", -signal.SIGKILL))
 
 
 def _reports(said: str | bytes, isolation: Isolation = "namespaces") -> dict[str, Any]:
-    """Return what the sandbox's program says, one line of JSON after the other. Raises SandboxError: it refused."""
+    """Return what child.py reported in its lines of JSON, merged. Raises SandboxError where it refused to run."""
     reports: dict[str, Any] = {}
     for line in said.splitlines():
         reports |= json.loads(line)
@@ -313,14 +314,14 @@ def _python_paths(python: str) -> Iterator[str]:
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
-    """Return those that exist and do not lie within another one."""
+    """Return the paths that exist and do not lie within another one."""
     there = sorted({str(Path(path).absolute()) for path in paths if Path(path).exists()})
     return [path for path in there if not any(path.startswith(f"{other}/") for other in there)]
 
 
 def memory_mib(pid: int) -> float:
-    """Return the memory of all that a process started, swapped out or not, with its page tables; what is of files is
-    not counted."""
+    """Return the memory in MiB of all processes that a process started: anonymous memory, swapped out or not, and page
+    tables, but no mapped files."""
     kib = 0
     for one in descendants(pid):
         with suppress(OSError):

@@ -1,9 +1,9 @@
-"""The program between a sandbox and the code it runs: makes namespaces and limits, then runs the code as their init.
+"""The program between a sandbox and the code it runs: makes namespaces and limits, then runs the code in them.
 
-Sandbox -> stdin (JSON) -> (this) -> namespaces -> python. An agent's settings are an argument, since standard input is
-its own; it has no limits here, and on its loopback one port, which a relay passes on to the endpoint's socket. Run as a
-file by `python -I -S`, so it imports the standard library only. What it reports goes to a descriptor that the code
-never has. The code runs only where every step of the isolation succeeded.
+Sandbox -> stdin (JSON) -> (this) -> namespaces -> python. An agent's settings come as an argument, since its standard
+input is its own; an agent has no limits here, and its loopback has one port, which a relay connects to the endpoint's
+socket. This file is run by `python -I -S`, so it imports the standard library only. Its reports go to a descriptor that
+the code never has. The code runs only where every step of the isolation succeeded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    import socket  # imported where it is needed: it takes a tenth of the time in which code without it begins
+    import socket  # imported only where needed: it takes a tenth of the time to start code without it
 
 NOBODY = 65534
 _INNER = 1000
@@ -63,8 +63,8 @@ _HOARDS = {
     "x86_64": [29, 64, 68, 240, 319, 447, 278, 444, 41, 54, 294, 300, 253],
     "aarch64": [194, 190, 186, 180, 279, 447, 75, 444, 198, 208, 26, 262],
 }
-"""Denied since they keep memory that no process has mapped, so that nobody can count it. One socket holds what
-thousands of others sent before they were closed, if it can be connected to."""
+"""Denied because they hold memory that no process has mapped, and that can therefore not be counted. A socket to which
+others can connect may hold what thousands of them sent before they were closed."""
 _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 _FCNTL = {"x86_64": 72, "aarch64": 25}
 _MMAP = {"x86_64": 9, "aarch64": 222}
@@ -78,13 +78,13 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _LOAD, _EQUAL, _ABOVE, _ANY_OF, _AND, _BACK = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _EPERM, _ENOSYS, _ALLOWED, _KILLED = 0x00050001, 0x00050026, 0x7FFF0000, 0x80000000
 _FIRST, _SECOND, _FOURTH = 16, 24, 40
-"""Places of arguments in struct seccomp_data, the lower half. Source: seccomp(2); linux/bpf_common.h."""
+"""Offsets of arguments in struct seccomp_data, the lower halves. Source: seccomp(2); linux/bpf_common.h."""
 _DESCRIPTORS = 32
-"""Open files of a process. Each keeps at most 0.3 MiB in the kernel: a socket of a pair half as much again as
-net.core.wmem_default (208 KiB), a pipe 64 KiB; so does each of as many that a user sends through sockets."""
+"""Most open files of a process. Each holds at most 0.3 MiB in the kernel: a socket of a pair one and a half times
+net.core.wmem_default (208 KiB), a pipe 64 KiB. As many more may be in transit through sockets."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _Line = tuple[int, int, int, int]
-"""Of a seccomp program: what to do, lines to leave out where it is true, where it is not, and a number."""
+"""A line of a seccomp program: the operation, lines to skip if it is true, lines to skip if it is false, an operand."""
 
 
 def checked(result: int, what: str) -> None:
@@ -108,7 +108,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
 
 
 def enter_namespaces() -> None:
-    """Enter mount, process, network, IPC, host name and cgroup namespaces; root does without the user's until later."""
+    """Enter mount, process, network, IPC, host name and cgroup namespaces; without root, also a user namespace."""
     flags = _NEW_NS | _NEW_PID | _NEW_NET | _NEW_IPC | _NEW_UTS | _NEW_CGROUP
     if os.geteuid() == 0:
         checked(_libc.unshare(flags), "unshare")
@@ -117,12 +117,12 @@ def enter_namespaces() -> None:
 
 
 def become_nobody() -> None:
-    """Where root began this: be nobody, in a user namespace of its own, whose processes are counted apart."""
+    """If this is root, become nobody in a user namespace of its own, so that its processes are counted separately."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        prctl(_SET_DUMPABLE, 1)  # else the maps belong to root
+        prctl(_SET_DUMPABLE, 1)  # else uid_map and gid_map belong to root
         _enter_user_namespace(0)
 
 
@@ -134,10 +134,9 @@ def _enter_user_namespace(others: int) -> None:
 
 
 def make_root(names: list[str], scratch_mib: int, writable: str = "") -> None:
-    """Make a root of its own: the given paths read-only but for one, /scratch to write in, /dev/null and its like, and
-    /proc."""
+    """Make a new root: the given paths, read-only except `writable` and devices, /scratch to write in, and /proc."""
     mount("none", "/", None, _REC | _PRIVATE)
-    paths = {name: os.open(name, os.O_PATH) for name in names}  # the new root may lie above them
+    paths = {name: os.open(name, os.O_PATH) for name in names}  # the new root's mount may hide them
     root, owner = "/tmp", NOBODY if os.geteuid() == 0 else _INNER
     mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     for path, descriptor in paths.items():
@@ -156,10 +155,10 @@ def make_root(names: list[str], scratch_mib: int, writable: str = "") -> None:
         mount("none", mounted, None, _REMOUNT | _BIND | _NOSUID | kept | (0 if open_ else _RDONLY))
     for name in ("scratch", "proc", "old"):
         Path(f"{root}/{name}").mkdir()
-    # An empty file takes a page of the kernel's memory.
+    # The number of files is limited too: an empty one takes a page of the kernel's memory.
     options = f"size={scratch_mib}m,nr_inodes={scratch_mib * 256},mode=755,uid={owner},gid={owner}"
     mount("tmpfs", f"{root}/scratch", "tmpfs", _NOSUID | _NODEV, options)
-    with suppress(OSError):  # a container that hides parts of its own /proc allows no new one; the code has none then
+    with suppress(OSError):  # a container that hides parts of its own /proc allows no new one; the code then has none
         mount("proc", f"{root}/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
     os.chdir(root)
     checked(_libc.syscall(_PIVOT_ROOT[platform.machine()], b".", b"old"), "pivot_root")
@@ -170,7 +169,7 @@ def make_root(names: list[str], scratch_mib: int, writable: str = "") -> None:
 
 
 def _mounted_below(root: str) -> list[str]:
-    """Return what is mounted on the newest mount at `root`, however deep; not what that hides."""
+    """Return the mount points below the newest mount at `root`, at any depth, but not those that it hides."""
     rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     below = {[row[0] for row in rows if row[4] == root][-1]}
     points = []
@@ -182,7 +181,7 @@ def _mounted_below(root: str) -> list[str]:
 
 
 def listen_on_loopback(port: int) -> socket.socket:
-    """Return what listens there, in a network namespace that has nothing else."""
+    """Bring the network namespace's loopback up, and return a socket that listens on a port of it."""
     import socket
 
     listener = socket.socket()
@@ -193,7 +192,7 @@ def listen_on_loopback(port: int) -> socket.socket:
 
 
 def start_relay(listener: socket.socket, endpoint: str) -> None:
-    """Pass on what comes there to a socket of Unix and back, in a process that the code cannot reach."""
+    """Relay the listener's connections to a Unix socket and back, in a process that the code cannot reach."""
     import socket
     import threading
 
@@ -231,12 +230,12 @@ def give_up_rights(*, sockets: bool) -> None:
 
 
 def deny_processes() -> None:
-    """Leave threads alone: others of the user count as well, and root's are not limited."""
+    """Deny new processes, not threads. RLIMIT_NPROC would count the user's other processes and not limit root's."""
     _obey(_no_processes(platform.machine()))
 
 
 def _obey(lines: list[_Line]) -> None:
-    """Have the kernel ask one more seccomp program about every system call from now on."""
+    """Install one more seccomp program, which the kernel runs at every further system call."""
     program = b"".join(struct.pack("HBBI", *line) for line in lines)
     buffer = ctypes.create_string_buffer(program)
     head = struct.pack("HxxxxxxQ", len(lines), ctypes.addressof(buffer))
@@ -248,9 +247,9 @@ def _obey(lines: list[_Line]) -> None:
 
 
 def _filter(machine: str, *, sockets: bool = False) -> list[_Line]:
-    """Return a seccomp program: EPERM for the denied calls, an end for another architecture's.
+    """Return a seccomp program: EPERM for the denied calls; a call of another architecture ends the code.
 
-    sockets: those of the internet are left, and memory that nobody counts, as agents in any language need.
+    sockets: allow internet sockets, and what holds memory that is not counted; agents in any language need them.
     """
     lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT[machine]), (_BACK, 0, 0, _KILLED), (_LOAD, 0, 0, 0)]
     if machine == "x86_64":
@@ -260,10 +259,10 @@ def _filter(machine: str, *, sockets: bool = False) -> list[_Line]:
         lines += [(_EQUAL, 1, 0, _AF_INET), (_EQUAL, 0, 1, _AF_INET6), (_BACK, 0, 0, _ALLOWED)]
         return [*lines, (_BACK, 0, 0, _EPERM)]
     lines += _denied([*_DENIED[machine], *_HOARDS[machine]])
-    # mmap(MAP_SHARED | MAP_ANONYMOUS): what is unmapped in part is kept whole
+    # mmap(MAP_SHARED | MAP_ANONYMOUS): the kernel keeps all of it when a part is unmapped
     lines += [(_EQUAL, 0, 5, _MMAP[machine]), (_LOAD, 0, 0, _FOURTH), (_AND, 0, 0, _SHARED_ANONYMOUS)]
     lines += [(_EQUAL, 1, 0, _SHARED_ANONYMOUS), (_BACK, 0, 0, _ALLOWED), (_BACK, 0, 0, _EPERM)]
-    # socketpair of streams of Unix is left: asyncio and multiprocessing make one
+    # socketpair of Unix streams is allowed: asyncio and multiprocessing make one
     lines += [(_EQUAL, 0, 7, _SOCKETPAIR[machine]), (_LOAD, 0, 0, _FIRST), (_EQUAL, 0, 4, _AF_UNIX)]
     lines += [(_LOAD, 0, 0, _SECOND), (_AND, 0, 0, _SOCK_TYPE), (_EQUAL, 0, 1, _SOCK_STREAM)]
     lines += [(_BACK, 0, 0, _ALLOWED), (_BACK, 0, 0, _EPERM)]
@@ -273,8 +272,8 @@ def _filter(machine: str, *, sockets: bool = False) -> list[_Line]:
 
 
 def _no_processes(machine: str) -> list[_Line]:
-    """Return a seccomp program: EPERM for a new process. What clone3 asks for no program can read; where it is told
-    that there is no such call, the C library calls clone."""
+    """Return a seccomp program: EPERM for a new process. It cannot read the arguments of clone3, which gets ENOSYS; the
+    C library then calls clone."""
     lines = [(_LOAD, 0, 0, 0), (_EQUAL, 0, 1, _CLONE3), (_BACK, 0, 0, _ENOSYS), *_denied(_FORKS[machine])]
     lines += [(_EQUAL, 0, 3, _CLONE[machine]), (_LOAD, 0, 0, _FIRST), (_ANY_OF, 1, 0, _THREAD), (_BACK, 0, 0, _EPERM)]
     return [*lines, (_BACK, 0, 0, _ALLOWED)]
@@ -285,7 +284,7 @@ def _denied(numbers: list[int]) -> list[_Line]:
 
 
 def set_limits(limits: dict[str, Any], *, counted_apart: bool) -> None:
-    """Limit what the code may use. counted_apart: its processes, by a user namespace."""
+    """Limit what the code may use. counted_apart: a user namespace counts its processes separately."""
     mib = 1 << 20
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
@@ -294,7 +293,7 @@ def set_limits(limits: dict[str, Any], *, counted_apart: bool) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, _DESCRIPTORS))
     resource.setrlimit(resource.RLIMIT_SIGPENDING, (64, 64))
     if counted_apart:
-        resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"] + 2,) * 2)  # this program's two are counted
+        resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"] + 2,) * 2)  # this program's two count too
     else:
         deny_processes()
 
@@ -305,7 +304,7 @@ def run_code(settings: dict[str, Any], status: int) -> NoReturn:
     for name, text in settings["files"].items():
         Path(directory, name).write_text(text, encoding="utf-8", errors="backslashreplace")
     prctl(_SET_CHILD_SUBREAPER, 1)
-    prctl(_SET_DUMPABLE, 0)  # the code, of the same user, must not read this process or its descriptors
+    prctl(_SET_DUMPABLE, 0)  # the code, of the same user, must not read this process's memory or descriptors
     report(status, {"started": True})
     keeper = os.getpid()
     pid = os.fork()
@@ -342,11 +341,11 @@ def _end_the_rest() -> None:
             return
         for pid in survivors:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)  # its own children come here next
+            os.waitpid(pid, 0)  # its own children are then adopted by this process
 
 
 def report(status: int, message: dict[str, Any]) -> None:
-    """Tell the sandbox, which reads one line of JSON after the other."""
+    """Send the sandbox a message, as one line of JSON."""
     os.write(status, json.dumps(message).encode() + b"\n")
 
 
@@ -378,7 +377,7 @@ def main(status: int) -> int:
                 prctl(_SET_DUMPABLE, 0)
                 start_relay(listener, endpoint)
             give_up_rights(sockets=bool(endpoint))
-            prctl(_SET_PDEATHSIG, signal.SIGKILL)  # not before: the kernel forgets it where the user changes
+            prctl(_SET_PDEATHSIG, signal.SIGKILL)  # not earlier: a change of user clears it
             if select.select([parent_lives], [], [], 0)[0]:
                 os._exit(1)  # it has ended already
             os.close(parent_lives)

@@ -42,7 +42,7 @@ State = Literal["ok", "absent", "broken"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A part: ok; absent, which only some runs need; or broken. fix: what to do, empty where nothing is."""
+    """A part: ok; absent, where only some runs need it; or broken. fix: what to do, empty if nothing is to be done."""
 
     state: State
     part: str
@@ -95,7 +95,7 @@ def diagnose(recipe: Path | None, overrides: Sequence[str]) -> list[Finding]:
     """Return what was found.
 
     Args:
-        recipe: whose needs are looked at too; None: of the machine alone. overrides: texts a.b=c.
+        recipe: its needs are checked too; None: only the machine is. overrides: texts a.b=c.
 
     Raises:
         ConfigError: the recipe cannot be read.
@@ -120,7 +120,7 @@ def _python() -> Finding:
 
 
 def _versions() -> Iterator[Finding]:
-    """Yield the packages whose versions are not among those that this one declares, or that all are."""
+    """Yield the packages whose versions are not among those that this one declares, or one finding if all are."""
     wrong, count = [], 0
     for text in metadata.requires(_DISTRIBUTION) or []:
         wanted = Requirement(text)
@@ -217,7 +217,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _sandbox() -> Finding:
-    """Try whether the code that a model writes can be shut in."""
+    """Try whether the code that a model writes can be isolated."""
     try:
         Sandbox().check()
     except SandboxError as error:
@@ -231,7 +231,7 @@ def _slurm() -> Finding:
 
 
 def _recipe(config: Config) -> Iterator[Finding]:
-    """Yield what the checks of a start say, and room on the disk."""
+    """Yield what the checks of a start found, and whether the disk has room."""
     report = check(config)
     for subject, value in report.passed:
         yield Finding("ok", f"recipe: {subject}", value)
@@ -251,7 +251,7 @@ def _recipe(config: Config) -> Iterator[Finding]:
 
 
 def _disk_of(config: Config) -> tuple[float, str]:
-    """Return the GiB that checkpoints and exports of a run take at most, and what they are of."""
+    """Return the GiB that checkpoints and exports of a run take at most, and what takes them."""
     try:
         shape = read_model_shape(config.model.path)
         critic = critic_shape(config, shape)
@@ -263,7 +263,7 @@ def _disk_of(config: Config) -> tuple[float, str]:
     one = policy_gib + critic_gib
     written = trainer.steps // trainer.save_every_steps if trainer.save_every_steps else 1
     milestones = trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
-    # The oldest is removed when the newest is whole.
+    # The oldest is removed only when the newest is complete.
     count = min(max(written, 1), trainer.keep_checkpoints + 1) + milestones
     exported = whole_gib * trainer.export_hf + critic_gib * trainer.export_critic
     export = exported / (weight + {2: 12, 4: 8}[weight]) * weight

@@ -5,8 +5,8 @@ Rollouts of a run or answers of an evaluation -> one file in TRL's forms: prompt
 section 2.4.
 
 Two passes over the files: the first reads lengths and verdicts, the second the texts that were chosen. Memory holds a
-few numbers for each answer, and the texts of groups whose answers have not all come yet. Rejects files that are no
-recorded rollouts, and a target that is there.
+few numbers for each answer, and the texts of groups whose answers have not all been read yet. Rejects files that are
+not recorded rollouts, and a target that exists.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class Rules:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened. Groups with answers, and those without a right one that ended by itself, or without a longer one;
-    rows written; tokens of chosen and rejected answers. skipped: answers of several turns, or without a verdict."""
+    """What was read and written. groups: with answers; without_right: no right answer that ended by itself;
+    without_longer: no answer to reject. rows: written. skipped: answers of several turns, or without a verdict.
+    chosen_tokens, rejected_tokens: of the answers in the rows."""
 
     groups: int = 0
     without_right: int = 0
@@ -87,10 +88,10 @@ def recorded_files(path: Path) -> list[Path]:
 
 
 def shorten(files: Sequence[Path], out: Path, rules: Rules) -> Counts:
-    """Write the file.
+    """Write the data.
 
     Args:
-        files: of `recorded_files`. out: not there yet; its suffix says the form. rules: what is written.
+        files: from `recorded_files`. out: not there yet; its suffix chooses the file format. rules: what is written.
 
     Raises:
         ConfigError: `out` is there, or has another suffix. DataError: a file is torn or of another kind, or there is
@@ -152,7 +153,7 @@ def _choose(files: Sequence[Path], rules: Rules, counts: Counts) -> dict[int, tu
 
 
 def _longer(answers: Sequence[_Answer], best: _Answer, rules: Rules) -> list[_Answer]:
-    """Return the answers that are rejected: wrong ones that are longer, right ones that are longer by the factor."""
+    """Return the answers that are rejected: wrong ones that are longer, right ones longer by `rules.longer`."""
     if rules.kind == "sft":
         return []
     longer = [
@@ -166,7 +167,7 @@ def _longer(answers: Sequence[_Answer], best: _Answer, rules: Rules) -> list[_An
 
 @dataclass(slots=True)
 class _Texts:
-    """What has come of a group: its prompt and the texts of the chosen answers."""
+    """What has been read of a group: its prompt and the texts of the chosen answers."""
 
     prompt: object = None
     prompt_id: str = ""

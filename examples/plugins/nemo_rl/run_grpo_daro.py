@@ -24,7 +24,7 @@ from megatron_daro.plugins.options import read_options
 
 
 def with_daro(grpo: Any) -> dict[str, Callable[..., Any]]:
-    """Let NeMo-RL train with DARO; refuse what DARO does not go with.
+    """Let NeMo-RL train with DARO; refuse what does not go with it.
 
     Args:
         grpo: the module `nemo_rl.algorithms.grpo`, whose functions are replaced.
@@ -33,7 +33,7 @@ def with_daro(grpo: Any) -> dict[str, Callable[..., Any]]:
         The functions that bring DARO into a training, by name; each has `ran` once it was called.
     """
     grpo.setup, grpo.grpo_train = _checked(grpo.setup), _trained(grpo.grpo_train)
-    grpo.async_grpo_train = _checked(grpo.async_grpo_train)  # whose option is refused
+    grpo.async_grpo_train = _checked(grpo.async_grpo_train)  # its option is refused
     with contextlib.suppress(ModuleNotFoundError):  # before 0.7 there is no data plane
         sync: Any = importlib.import_module("nemo_rl.algorithms.grpo_sync")
         sync.grpo_train_sync = _checked(sync.grpo_train_sync)  # so is that of the data plane
@@ -46,7 +46,7 @@ def with_daro(grpo: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _checked(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the options first: before a set-up that takes minutes, and in trainers that DARO is not in."""
+    """Check the options first: before a set-up that takes minutes, and in trainers that DARO does not wrap."""
 
     @functools.wraps(own)
     def checked(*arguments: Any, **options: Any) -> Any:
@@ -72,7 +72,7 @@ def _trained(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _set_up(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The single controller's set-up, whose trainer and advantages are DARO's."""
+    """Wrap the single controller's set-up, so that trainer and advantages are DARO's."""
 
     @functools.wraps(own)
     def setup_single_controller(*arguments: Any, **options: Any) -> Any:

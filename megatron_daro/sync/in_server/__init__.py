@@ -1,5 +1,5 @@
-"""What runs inside SGLang's processes: modules in a folder of their own, for a server's PYTHONPATH, where it finds
-nothing else of this package. Which transport needs which of them: `loader` in config/transports.py."""
+"""Modules that run inside SGLang's processes. Their folder is put on a server's PYTHONPATH, so that the server finds
+nothing else of this package. `loader` in config/transports.py says which transport needs which module."""
 
 from pathlib import Path
 

@@ -3,14 +3,15 @@
 A server is started with `--custom-weight-loader megatron_daro_shards.receive` and this folder in its PYTHONPATH. Then
 /update_weights_from_tensor with that load_format calls `receive` on each of its ranks, between /begin_weight_update
 and /end_weight_update. The first tensor's name is the request: JSON with `senders`, each [host, port, key], `server`
-and `rank` of this receiver, `entries` that it must get in all, and `timeout_s` without progress.
+and `rank` of this receiver, `entries`, the number of elements that it must get in all, and `timeout_s` without
+progress.
 
 On each connection (frames are JSON after four bytes of length, big-endian):
 
     receiver: {"key", "server", "rank"}
     sender:   {"pieces": [[parameter, its shape, offset, shape, dtype], ...]}      or {"error"}
     receiver: {}                                                        or {"error", "refused"}
-    sender:   the bytes of all pieces, one after the other, then {"checksum"} of what pieces says and of them
+    sender:   the bytes of all pieces, one after the other, then {"checksum"} of the list and of them
     receiver: {} once it has everything from everyone                   or {"error", "refused"}
 
 Where the sender's first frame names a `protocol`, Mooncake's transfer engine carries the bytes instead, from memory of
@@ -21,10 +22,10 @@ one device to that of another, several pieces at once (`packed`). Both then need
     receiver: {"free"} when it has copied it out                        or {"error", "refused"}
     sender:   {"checksum"} after the last one; the rest is as above
 
-A receiver that fails tells all its senders. Nothing is raised: SGLang's scheduler would end with it, since nothing
-around its call of a loader catches (0.5.23, managers/scheduler_components/weight_updater.py,
-`update_weights_from_tensor`); so its answer to the request says nothing, and the senders' reports count. The standard
-library, numpy and torch are all else that is used: the interpreter is the server's.
+A receiver that fails tells all its senders. It raises nothing: SGLang does not catch what a loader raises (0.5.23,
+managers/scheduler_components/weight_updater.py, `update_weights_from_tensor`), and its scheduler would end. So the
+server's answer to the request does not tell whether it worked; the senders' reports do. Only the standard library,
+numpy and torch are used, since the interpreter is the server's.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST_FRAME = 2**28
 _LENGTH = struct.Struct(">I")
-# Connections that are read at once: each has a buffer of a piece.
+# Most connections that are read at once; each has a buffer for a piece.
 _AT_ONCE = 8
 _ODD = 0x9E3779B97F4A7C15
 _WORD = 8
@@ -66,7 +67,7 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Ten
 
 
 class RefusedPieceError(Exception):
-    """What was offered is not what this rank has."""
+    """An offered piece does not fit this rank's parameters."""
 
 
 class _Receipt:
@@ -111,7 +112,7 @@ class _Receipt:
             with self._turn:
                 if self._failure is None:
                     self._copy(connection, manifest)
-        except Exception as error:  # handed to all senders
+        except Exception as error:  # reported to all senders
             self._fail(name, error)
 
     def _fail(self, name: str, error: Exception) -> None:
@@ -135,7 +136,7 @@ class _Receipt:
                 raise RefusedPieceError(f"{name}: got {tuple(shape)} at {tuple(offset)}, which {place}")
 
     def _copy(self, connection: socket.socket, manifest: Mapping[str, Any]) -> None:
-        """Have all pieces in their places."""
+        """Copy all pieces into their places, and check their checksum."""
         device = next(iter(self._parameters.values())).device
         # Pinning memory makes a context on the device that is current.
         with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -176,7 +177,7 @@ class _Receipt:
             slot = slots[number % SLOTS]
             for index, at in bundle:
                 self._place(pieces[index], slot[at : at + _bytes_of(pieces[index])])
-            checksum = checksum_of_words(slot[: bundle_bytes(pieces, bundle)], checksum)  # a GPU has copied then
+            checksum = checksum_of_words(slot[: bundle_bytes(pieces, bundle)], checksum)  # a GPU has copied by then
             send_frame(connection, {"free": number})
         engine.give_back(memory)  # not after a failure: the sender may still write
         return checksum
@@ -187,7 +188,7 @@ class _Receipt:
         self._parameters[name][box].copy_(data.view(_DTYPES[dtype]).view(shape))
 
     def _tell(self, connection: socket.socket) -> None:
-        """Send the end. What was not read then resets the connection, which the sender finds behind the answer."""
+        """Send the result, and close. Unread data then resets the connection, which the sender sees afterwards."""
         failure = self._failure
         answer = {"error": str(failure), "refused": isinstance(failure, RefusedPieceError)} if failure else {}
         with contextlib.suppress(OSError), connection:
@@ -195,14 +196,14 @@ class _Receipt:
 
 
 def start_of_checksum(pieces: Sequence[Any]) -> int:
-    """Return the checksum of a list of pieces, from which that of their bytes goes on."""
+    """Return the checksum of a list of pieces, with which the checksum of their bytes begins."""
     return checksum_of(memoryview(json.dumps(pieces).encode()), 0)
 
 
 def checksum_of(data: memoryview, before: int) -> int:
-    """Return the sum of the words of 8 bytes and of the bytes after the last one, added to a multiple of the checksum
-    of all that came before, modulo 2**64. Every change of one bit changes it. With a crc32 (3.9 GB/s) a sync on
-    two cores took 1.66 times a bare broadcast, with this 1.27.
+    """Return the sum of all words of 8 bytes and of the bytes after the last word, plus a multiple of the checksum of
+    all that came before, modulo 2**64. Any change of one bit changes it. With a crc32 (3.9 GB/s) a sync on two cores
+    took 1.66 times as long as a bare broadcast, with this 1.27 times.
     """
     words = len(data) // 8
     total = int(np.frombuffer(data, np.uint64, words).sum(dtype=np.uint64)) + sum(data[8 * words :])
@@ -210,7 +211,7 @@ def checksum_of(data: memoryview, before: int) -> int:
 
 
 def checksum_of_words(data: torch.Tensor, before: int) -> int:
-    """`checksum_of` of bytes on any device, uint8 [a multiple of 8]. Sums of int64 wrap around, as those of words."""
+    """Return `checksum_of` of bytes on any device, uint8 [a multiple of 8]. Sums of int64 wrap like those of words."""
     return (before * _ODD + int(data.view(torch.int64).sum())) % 2**64
 
 
@@ -218,10 +219,10 @@ def checksum_of_words(data: torch.Tensor, before: int) -> int:
 
 
 class Engine:
-    """That of this process, which has threads and ports of its own."""
+    """The transfer engine of this process, which has threads and ports of its own."""
 
     def __init__(self, host: str, protocol: str) -> None:
-        """Start it. Args: host: an address of this machine that the others reach. protocol: "rdma" or "tcp".
+        """Start it. Args: host: an address of this machine that the other machines reach. protocol: "rdma" or "tcp".
 
         Raises:
             ImportError: mooncake-transfer-engine is not installed here. OSError: it did not start.
@@ -229,7 +230,7 @@ class Engine:
         from mooncake.engine import TransferEngine  # type: ignore[import-not-found,unused-ignore]
 
         self._engine = TransferEngine()
-        # Which of the machine's network devices it takes for which memory is its own choice (the last argument).
+        # The last argument, empty, lets the engine choose the network device for each block of memory.
         if self._engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
             raise OSError(f"Mooncake's transfer engine does not start on {host} with the protocol {protocol!r}")
         name = f"[{host}]" if ":" in host else host
@@ -239,11 +240,12 @@ class Engine:
         self._kept: list[torch.Tensor] = []
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory, uint8, that can be written into and from. Raises OSError: it cannot.
+        """Return registered memory, uint8, to write into and from. Raises OSError: it cannot be registered.
 
-        What was given back is used again, and stays registered: a peer asks for the key of an address once, and would
-        write with that of an earlier registration (mooncake-transfer-engine/src/transport/rdma_transport/
-        worker_pool.cpp, `submitPostSend`: descriptors are read again only where the address is not in them).
+        Memory that was given back is used again, and stays registered: a peer asks for the key of an address only once,
+        and after another registration would write with the old key
+        (mooncake-transfer-engine/src/transport/rdma_transport/worker_pool.cpp, `submitPostSend`: descriptors are read
+        again only where the address is not in them).
         """
         with self._lock:
             if blocks := self._free[num_bytes, str(device)]:
@@ -258,12 +260,12 @@ class Engine:
         return memory
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Have memory used again into which nobody writes any more."""
+        """Let memory be used again; no sender may still write into it."""
         with self._lock:
             self._free[memory.nbytes, str(memory.device)].append(memory)
 
     def write(self, session: str, source: torch.Tensor, address: int) -> None:
-        """Copy bytes of memory of ours to an address of another process; they are there when this returns. Raises
+        """Copy memory of this process to an address of another process; the bytes are there when this returns. Raises
         OSError."""
         if self._engine.transfer_sync_write(session, source.data_ptr(), address, source.nbytes):
             raise OSError(f"Mooncake's transfer engine could not write to {session}; its own log says more")
@@ -274,12 +276,12 @@ _changing_settings = threading.Lock()
 
 @contextlib.contextmanager
 def _whole_segments() -> Iterator[None]:
-    """Keep what is allocated out of expandable segments: RDMA cannot register more of them than one mapping, 20 MiB,
-    before Mooncake's #3538 (rdma_context.cpp, `exportDmabuf`: the driver names no more of their range). One thread at
-    a time: the settings are the process's.
+    """Allocate outside expandable segments: before Mooncake's #3538, RDMA cannot register more of them than one
+    mapping, 20 MiB (rdma_context.cpp, `exportDmabuf`: the driver exports no larger range of them). One thread at a
+    time, since the settings are the process's.
 
-    Blocks of such segments are passed over then. All settings are given again, since torch puts those that a text
-    lacks back to their defaults.
+    Free blocks of such segments are then passed over. All settings are given again, since torch resets those that the
+    text lacks to their defaults.
     Source: torch 2.13, CUDACachingAllocator.cpp, `get_free_block`; c10/core/AllocatorConfig.cpp, `parseArgs`.
     """
     with _changing_settings:
@@ -307,8 +309,8 @@ def engine_of(host: str, protocol: str) -> Engine:
 
 
 def packed(pieces: Sequence[Any]) -> tuple[int, list[list[tuple[int, int]]]]:
-    """Return (bytes of a slot, the bundles in their order: of each piece in it (index, first byte)). Both ends know
-    from the pieces what is in a bundle."""
+    """Return (bytes of a slot, the bundles in order, each with (index, first byte in the slot) of its pieces). Both
+    ends derive the bundles from the list of pieces."""
     sizes = [_aligned(_bytes_of(piece)) for piece in pieces]
     slot_bytes = max([_SLOT_BYTES, *sizes])
     bundles: list[list[tuple[int, int]]] = []
@@ -347,12 +349,12 @@ def send_frame(connection: socket.socket, content: Mapping[str, Any]) -> None:
 
 
 def send_at_once(connection: socket.socket) -> None:
-    """Have short frames leave at once: two in a row would wait 40 ms for the other end's delayed acknowledgement."""
+    """Send short frames at once: two in a row would wait 40 ms for the other end's delayed acknowledgement."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def read_frame(connection: socket.socket, longest: int = LONGEST_FRAME) -> dict[str, Any]:
-    """Return the next object, at most so many bytes. Raises OSError: the connection ended; ValueError: it is none."""
+    """Return the next object, at most `longest` bytes. Raises OSError: the connection ended; ValueError: it is none."""
     header = bytearray(_LENGTH.size)
     read_exactly(connection, memoryview(header))
     (length,) = _LENGTH.unpack(header)
@@ -370,7 +372,7 @@ def read_frame(connection: socket.socket, longest: int = LONGEST_FRAME) -> dict[
 
 
 def read_exactly(connection: socket.socket, into: memoryview) -> None:
-    """Fill the buffer. Raises OSError: the connection ended, or nothing came for as long as its time limit is."""
+    """Fill the buffer. Raises OSError: the connection ended, or nothing came within its time limit."""
     while into:
         count = connection.recv_into(into)
         if not count:

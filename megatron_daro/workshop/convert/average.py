@@ -30,14 +30,15 @@ _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", 
 """Files that say which text a token is. Chat templates and sampling options may differ; those of the first are kept."""
 _ROUNDING = 1e-6
 _SUMMED = 4
-"""How much larger than bf16 the float64 of the sum is."""
+"""How many times as large as bf16 the float64 of the sum is."""
 
 
 def read_weights(text: str, count: int) -> tuple[float, ...]:
     """Return the weights that `A,B,...` says; equal ones for an empty text.
 
     Raises:
-        ConfigError: fewer than two checkpoints, another number of weights, no finite numbers, or another sum than 1.
+        ConfigError: fewer than two checkpoints, another number of weights, a weight that is not finite, or a sum other
+            than 1.
     """
     if count < 2:
         raise ConfigError(f"--average: got {count}; allowed: two or more directories; fix: name each with --average")
@@ -63,14 +64,15 @@ def average(
     max_shard_bytes: int,
     progress: Callable[[str, int], None],
 ) -> int:
-    """Write the mean; returns its bytes.
+    """Write the mean, and return its size in bytes.
 
     Args:
         sources: Hugging Face directories, two or more. weights: one of each. out: not there yet, or empty.
-        max_shard_bytes: files hold at most this many bytes of tensors, or one larger tensor. progress: told of bytes.
+        max_shard_bytes: files hold at most this many bytes of tensors, or one larger tensor. progress: called with the
+            bytes done.
 
     Raises:
-        ConfigError: one twice. ModelError: they differ in shape or vocabulary, or the disk refused.
+        ConfigError: a source is named twice. ModelError: they differ in shape or vocabulary, or the disk refused.
     """
     if len({source.resolve() for source in sources}) < len(sources):
         got = ", ".join(map(str, sources))
@@ -93,7 +95,7 @@ def average(
 
 
 def check_vocabulary(sources: Sequence[Path]) -> None:
-    """Refuse models of which one token id stands for different texts, or of different shapes. Raises ModelError."""
+    """Refuse models of different shapes, or in which a token id stands for different texts. Raises ModelError."""
     first = sources[0]
     shape = read_model_shape(first)
     for other in sources[1:]:
@@ -111,7 +113,7 @@ def check_vocabulary(sources: Sequence[Path]) -> None:
 
 
 def _content(path: Path) -> object:
-    """Return what a file says; JSON however it is spaced. None where there is no file."""
+    """Return a file's content, JSON parsed so that spacing does not count; None where there is no file."""
     if not path.is_file():
         return None
     data = path.read_bytes()

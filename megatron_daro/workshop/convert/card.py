@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A conversion that was carried out. ignored: what the source had and the target has not."""
+    """A conversion that was carried out. ignored: what the source has and the target does not."""
 
     source: str
     format: str

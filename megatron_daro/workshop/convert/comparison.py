@@ -1,4 +1,4 @@
-"""What a written file holds, read back and compared with what it was made of, byte by byte."""
+"""Reads a written file back and compares it with its source, byte by byte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_daro.workshop.convert.stopping import StopFlag, raise_if_stopped
 
 
 def compare_file(plan: Plan, job: Job, root: Path, stop: StopFlag | None = None) -> str:
-    """Compare what one file holds with what it was made of; returns the file's name.
+    """Compare the tensors of a written file with the source, and return the file's name.
 
     Args:
         plan, job: that were carried out. root: of the target. stop: ends it early.

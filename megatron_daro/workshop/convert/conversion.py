@@ -38,7 +38,7 @@ from megatron_daro.workshop.convert.rows import windows
 HF_FOLDER = "hf"
 """In a converted Megatron checkpoint: config.json and the tokenizer of the model."""
 Progress = Callable[[str, int], None]
-"""Told of what is being done ("converting" or "verifying") and of how many bytes of it are done."""
+"""Called with what is being done ("converting" or "verifying") and how many bytes of it are done."""
 
 
 def convert(
@@ -53,19 +53,18 @@ def convert(
     """Carry out a plan.
 
     Args:
-        plan: from `convert.plan`. out: a directory that does not exist or is empty. processes: at least 1; 1: this
+        plan: from `convert.plan`. out: a directory that does not exist or is empty. processes: at least 1; 1 means this
             one. verify: read everything again and compare it with the source. progress: called a few times a second.
         last_check: called with the folder of the complete checkpoint before it gets the name `out`; what it raises
-            passes through, and there is no `out` then.
+            passes through, and `out` is then not made.
 
     Returns:
         The card, which is also in the target (`conversion.json`).
 
     Raises:
         ConfigError: the target is not empty, or cannot be made there; nothing was written.
-        ModelError, CheckpointError: the source is torn, or the target is not what the source is; its name does not
-            exist then.
-        KeyboardInterrupt: what is complete stays for the next run.
+        ModelError, CheckpointError: the source is torn, or the target differs from it; `out` then does not exist.
+        KeyboardInterrupt: complete files stay for the next run.
     """
     target = replaceable(out)
     _check_space(plan, target)
@@ -111,7 +110,7 @@ def _write_files(
 ) -> None:
     def done_bytes() -> int:
         stats = [path.stat() for path in folder.iterdir() if path.is_file()]
-        return sum(min(stat.st_size, stat.st_blocks * 512) for stat in stats)  # parts of a file come in any order
+        return sum(min(stat.st_size, stat.st_blocks * 512) for stat in stats)  # a file's parts are written in any order
 
     parts = {job.file: job.parts(PART_BYTES) for job in jobs}
     tasks = [(part, folder) for job in jobs for part in parts[job.file]]
@@ -128,7 +127,7 @@ def _write_files(
 
 def _verify(plan: Plan, files: Sequence[str], partial: Partial, processes: int, progress: Progress) -> None:
     """Compare files with the source. Raises CheckpointError that names the first tensor that differs; the next run
-    writes every file again that was not found equal."""
+    rewrites every file that was not found equal."""
     left = {job.file: job for job in plan.jobs if job.file in set(files)}
     all_bytes = sum(job.num_bytes for job in left.values())
 
@@ -176,7 +175,7 @@ def _complete(plan: Plan, records: Sequence[FileRecord], root: Path) -> None:
 
 
 def _keep_further_layers(plan: Plan, folder: Path) -> list[str]:
-    """Write `Plan.further` into a folder, as they are; returns their names."""
+    """Write the tensors of `Plan.further` into a folder, unchanged, and return their names."""
     names = plan.further()
     if names and plan.source_format == "hf":
         with HFCheckpoint(plan.source) as source:
@@ -191,6 +190,6 @@ def _keep_further_layers(plan: Plan, folder: Path) -> list[str]:
 
 
 def _written_dtype(records: Iterable[FileRecord]) -> str | None:
-    """Return the dtype of all matrices; None where they have several. A router's bias is in fp32 in any model."""
+    """Return the dtype of all matrices; None where they have several. Vectors may differ: a router's bias is fp32."""
     dtypes = {tensor.dtype for record in records for tensor in record.hf if len(tensor.shape) > 1}
     return dtypes.pop() if len(dtypes) == 1 else None

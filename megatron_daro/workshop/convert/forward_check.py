@@ -1,7 +1,7 @@
 """The same tokens through transformers and through Megatron, each from its own checkpoint: do the logits agree?
 
-The last step of `megatron-daro convert --verify`. Runs in this process as a world of one rank,
-in fp32, on the CPU or the GPU that is there. What does not fit into memory is said, not tried.
+The last step of `megatron-daro convert --verify`. Runs in this process as a world of one rank, in fp32: transformers on
+the CPU, Megatron on the GPU if there is one. If memory is too small, it says so and does not try.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _TOKENS = 64
-_BYTES_PER_PARAMETER = 10  # two models in fp32, one after the other being read, and a margin
+_BYTES_PER_PARAMETER = 10  # two models in fp32, read one after the other, and a margin
 TOLERANCE = 1e-4
 
 
@@ -79,7 +79,7 @@ def _why_not_finite(hf: Path) -> str:
 
 
 def _round(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Round every parameter to what a dtype can hold, but for those that a conversion does not cast."""
+    """Round every parameter to a dtype, except those without gradient, which a conversion does not cast."""
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
         parameter.data.copy_(parameter.data.to(dtype))
 
@@ -110,7 +110,7 @@ def _megatron_logits(megatron: Path, shape: ModelShape, tokens: Tensor, rounding
 
 
 def _logits(megatron: Path, shape: ModelShape, tokens_T: Tensor, rounding: torch.dtype) -> Tensor:
-    """In a world of this rank alone, unless there is one."""
+    """Return Megatron's logits, in a world of this rank alone unless there is a world already."""
     owns_world = not dist.is_initialized()
     if owns_world:
         backend = "nccl" if tokens_T.device.type == "cuda" else "gloo"

@@ -41,7 +41,7 @@ def write_file(plan: Plan, job: Job, folder: Path, stop: StopFlag | None = None)
 def _rows_of(
     parameter: MegatronParameter, tensors: RowReader, scratch: Scratch, most_bytes: int, stop: StopFlag | None
 ) -> Iterator[Tensor]:
-    """Yield the rows of a Megatron parameter, read from HF tensors, in its dtype; each piece holds until the next."""
+    """Yield a Megatron parameter's rows, read from HF tensors, in its dtype; each piece is valid until the next."""
     rule, dtype = parameter.rule, torch_dtype(parameter.dtype)
     runs = shard_runs(rule, 0, 1, padded_vocab=parameter.shape[0] if rule.kind == "vocab" else None)
     for first, last in windows(parameter.shape, dtype, most_bytes):
@@ -55,7 +55,7 @@ def _rows_of(
 
 
 def _fill(target: Tensor, run: Run, at: int, parameter: MegatronParameter, tensors: RowReader) -> None:
-    """Read the rows of a run from row `at` of the parameter on."""
+    """Read rows of a run, from row `at` of the parameter on."""
     if run.source == PADDING:
         target.zero_()
         return
@@ -144,7 +144,7 @@ class _HFWriter:
             self._note(rule, torch_name(self._weights.dtype(rule.hf_names[0])))
 
     def write_stack(self, item: HFTensor, stop: StopFlag | None) -> None:
-        """Write the tensor that holds those of all experts of a layer, and note the parameters that these are of."""
+        """Write the tensor that stacks those of all experts of a layer, and note each expert's parameter."""
         parts = len(item.members) // item.shape[0]
         for first in range(0, len(item.members), parts):
             raise_if_stopped(stop)

@@ -1,7 +1,7 @@
-"""`megatron-daro convert --merge`: a Hugging Face checkpoint with an adapter (LoRA) of PEFT's files added to it.
+"""`megatron-daro convert --merge`: adds an adapter (LoRA, in PEFT's files) to a Hugging Face checkpoint.
 
-W + scale * B A, added in fp32 and rounded to the type of W, as engines get merged weights. The adapter and
-one file's tensors are in memory. Refuses adapters that are more than that, and those of another model. The target
+W + scale * B A is added in fp32 and rounded to W's dtype, as in the merged weights that engines get. The adapter and
+one file's tensors are in memory. Refuses adapters that are more than plain LoRA, and those of another model. The target
 appears whole or not at all.
 """
 
@@ -22,13 +22,15 @@ from megatron_daro.workshop.convert.partial import replaceable
 
 
 def merge(adapter: Path, base: Path, out: Path, *, max_shard_bytes: int) -> int:
-    """Write base with the adapter added; returns how many matrices it changed.
+    """Write base with the adapter added, and return how many matrices it changed.
 
     Args:
-        adapter: PEFT's folder. base: Hugging Face directory. out: not there yet. max_shard_bytes: of a file.
+        adapter: PEFT's folder. base: Hugging Face directory. out: not there yet, or empty. max_shard_bytes: most in a
+            file.
 
     Raises:
-        ModelError: the adapter cannot be read, is more than LoRA, or of another model. ConfigError: out.
+        ModelError: the adapter cannot be read, is more than LoRA, or of another model. ConfigError: `out` cannot be
+            written.
     """
     try:
         content = json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 `convert --megatron` without `--hf-config` -> `find_config` -> the plan. Megatron-LM and slime
 save their arguments, a pickled argparse.Namespace, in `common.pt`. It is read without running anything: every class in
-it stands for an inert record. Refuses arguments of a model that no family here has.
+it stands for an inert record. Refuses arguments of a model that is in no family here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron_daro.workshop.convert.conversion import HF_FOLDER
 _VERL_FOLDER = "huggingface"
 _GIVE = "Name a folder with its config.json with --hf-config"
 
-# What every model has that arguments can describe here. An argument that is missing has Megatron-LM's
-# default, which does not count as another value: older versions do not have all of them.
+# Values that these arguments must have for a model that can be described here. A missing argument is accepted: older
+# versions of Megatron-LM do not have all of them.
 _FIXED: Mapping[str, tuple[object, ...]] = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
@@ -50,13 +50,13 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "moe_router_enable_expert_bias": (False,),
     "moe_router_topk_scaling_factor": (None, 1.0),
 }
-# Of `RotaryEmbedding._apply_scaling` (megatron/core/models/common/embeddings/rotary_pos_embedding.py, 0.16.1), whose
-# other numbers have no argument.
+# Constants of `RotaryEmbedding._apply_scaling` (megatron/core/models/common/embeddings/rotary_pos_embedding.py, 0.16.1)
+# that have no argument.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def find_config(megatron: Path) -> ModelConfig:
-    """Return what describes the model of a Megatron checkpoint: a folder, or else what Megatron-LM's arguments say.
+    """Return what describes a Megatron checkpoint's model: a folder, or else a config.json of Megatron-LM's arguments.
 
     Args:
         megatron: as in `checkpoint_directory`.
@@ -77,8 +77,8 @@ def find_config(megatron: Path) -> ModelConfig:
 def find_config_folder(megatron: Path) -> Path:
     """Return the folder with the config.json and the tokenizer of a Megatron checkpoint's model.
 
-    Looked for, in this order: beside its tensors or above them, where `convert` writes it and where verl does; in the
-    run that saved it; in the folder that slime was given as its model.
+    It is looked for, in this order: beside the tensors or above them, where `convert` and verl write it; at the
+    `model.path` of the run that saved it; in the folder that slime was given as its model.
 
     Args:
         megatron: as in `checkpoint_directory`.
@@ -114,13 +114,13 @@ def find_config_folder(megatron: Path) -> Path:
 
 
 def read_arguments(folder: Path) -> dict[str, Any] | None:
-    """Return Megatron-LM's arguments out of a checkpoint's `common.pt`, values of classes as inert records.
+    """Return Megatron-LM's arguments from a checkpoint's `common.pt`, instances of classes as inert records.
 
     Args:
         folder: with the tensors.
 
     Returns:
-        The arguments by name; None where there is no such file, or none of Megatron-LM's in it.
+        The arguments by name; None where there is no such file, or it holds no arguments of Megatron-LM.
 
     Raises:
         CheckpointError: the file is torn.
@@ -144,7 +144,7 @@ def read_arguments(folder: Path) -> dict[str, Any] | None:
 def config_from_arguments(arguments: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """Return the config.json of the model that Megatron-LM's arguments describe, of one of the families here.
 
-    Megatron-LM knows the padded vocabulary only; the model then has its rows, with zeros for tokens that do not exist.
+    Where they name only the padded vocabulary, the model has its rows, with zeros for tokens that do not exist.
 
     Args:
         arguments: by name. where: the file that they come from, for messages.
@@ -194,12 +194,12 @@ def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_type(arguments: Mapping[str, Any]) -> str:
-    """Return the family with such norms, biases and experts: of several the first by name, llama before mistral, which
+    """Return the family with these norms, biases and experts; of several the first by name: llama before mistral, which
     has the same tensors. Raises ModelError where there is none."""
     wanted = [bool(arguments.get(name)) for name in ("qk_layernorm", "add_qkv_bias", "num_experts")]
     excluded = {"mixtral"} if arguments.get("moe_router_pre_softmax") else set()
     for name, family in sorted(families().items()):
-        # `_FIXED` refuses what these have.
+        # These have features that `_FIXED` refuses.
         others = family.switches or family.latent or family.linear or family.stacked or family.whole_qk_norm
         if others or name in excluded:
             continue

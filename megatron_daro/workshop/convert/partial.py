@@ -1,4 +1,4 @@
-"""The target of a conversion until it is complete: a locked folder beside it, taken up again by the same plan."""
+"""The unfinished target of a conversion: a locked folder beside it, which a later run of the same plan continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLAN, _DONE, _LOCK = "plan.json", "done", "lock"
 
 
 def replaceable(out: Path) -> Path:
-    """Return the absolute path of a target, links followed, after a look at whether a rename can put it there.
+    """Return the absolute path of a target, links followed, after checking that a rename can put a directory there.
 
     Raises:
         ConfigError: it holds something, is a mount point or the current directory, or its parent cannot be written.
@@ -54,13 +54,13 @@ class Partial:
     """
 
     def __init__(self, target: Path, plan: Plan) -> None:
-        """Make the folder, or take up one of the same plan; one of another plan is removed.
+        """Name the folder. Entering it keeps the files of the same plan, and removes those of another plan.
 
         Args:
             target: from `replaceable`.
 
         Raises:
-            ModelError: another process converts into it. ConfigError: it cannot be replaced.
+            ModelError: on entering: another process converts into it. ConfigError: on entering: it cannot be replaced.
         """
         self._target = target
         self.root = target.with_name(f".{target.name}.partial")
@@ -134,7 +134,8 @@ class Partial:
 
 
 def _identity(plan: Plan) -> str:
-    """Return what must not change if files of an earlier run are to count: the plan; the source's sizes and times."""
+    """Return a hash that must be equal for an earlier run's files to count: of the plan, the source's sizes and
+    times."""
     files = sorted(p for p in plan.source.iterdir() if p.is_file())
     stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return hashlib.sha256(repr((plan, stats)).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Tasks of a conversion in several processes, which end with the first one and at its Ctrl-C."""
+"""Runs the tasks of a conversion in several processes, which end with this one and at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def results_of(
     processes: int,
     tick: Callable[[], None],
 ) -> Generator[R, None, None]:
-    """Return the results as they come. With one process, in this one; others get the plan, which names every tensor,
-    once each."""
+    """Yield the results as they come. With one process, tasks run in this one; worker processes get the plan, which
+    names every tensor, once each."""
     if processes == 1 or len(tasks) < 2:
         for task in tasks:
             tick()
@@ -54,7 +54,7 @@ def results_of(
                     yield future.result()
         if interrupted.is_set():
             raise KeyboardInterrupt
-    except (BrokenProcessPool, EOFError, ConnectionError):  # the last two where the process that starts them is gone
+    except (BrokenProcessPool, EOFError, ConnectionError):  # the last two: the fork server is gone
         raise ModelError(
             "a conversion process, or the fork server that starts them, was killed (out of memory?); run again with "
             "fewer --processes: what is complete is kept"
@@ -75,7 +75,7 @@ def _interruptible() -> Iterator[threading.Event]:
 
     def note(*_: object) -> None:
         flag.set()
-        signal.signal(signal.SIGINT, before)  # the second one ends at once
+        signal.signal(signal.SIGINT, before)  # a second Ctrl-C ends at once
 
     signal.signal(signal.SIGINT, note)
     try:
@@ -92,14 +92,14 @@ class _Worker:
 
 
 def _start_worker(stop: StopFlag, plan: Plan) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first process decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _Worker.stop, _Worker.plan = stop, plan
 
 
 def _end_with_parent() -> None:
-    """End this worker when its first process was killed: it would wait for work for ever."""
+    """End this worker when its parent was killed, since it would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""What a worker process says of the file that it wrote: its tensors, on both sides."""
+"""What a worker process reports about the file that it wrote: its tensors, on both sides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FileRecord:
 
 
 def joined(records: Sequence[FileRecord], num_bytes: int) -> FileRecord:
-    """Return the record of a file out of those of its parts. num_bytes: of the file."""
+    """Return the record of a file from the records of its parts. num_bytes: of the file."""
     joined_up = FileRecord(records[0].file, num_bytes)
     for record in records:
         joined_up.megatron.extend(record.megatron)

@@ -1,4 +1,4 @@
-"""Rows of tensors on their way: read and cast a piece at a time, in memory that is taken once."""
+"""Rows of tensors, a piece at a time: bounds of pieces, casts, and memory that is allocated once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_daro.errors import ModelError
 
 
 def windows(shape: tuple[int, ...], dtype: torch.dtype, most_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield rows [start, stop) of a tensor, at most so many bytes (or one row) at a time."""
+    """Yield rows [start, stop) of a tensor, at most `most_bytes` (or one row) at a time."""
     row_bytes = dtype.itemsize
     for size in shape[1:]:
         row_bytes *= size
@@ -25,7 +25,7 @@ def cast(values: Tensor, target: Tensor, name: str) -> Tensor:
     """Fill a tensor of another dtype with values, and return it.
 
     Raises:
-        ModelError: a finite value is infinite there. One look at the largest and the smallest value finds it.
+        ModelError: a finite value would become infinite.
     """
     target.copy_(values)
     limit = torch.finfo(target.dtype).max
@@ -42,7 +42,7 @@ def cast(values: Tensor, target: Tensor, name: str) -> Tensor:
 
 
 class Scratch:
-    """Memory for the rows that are on their way, taken once: fresh memory costs the system more than reading into it.
+    """Memory for a piece of rows, allocated once: fresh memory costs the system more than reading into it.
 
     Args:
         num_bytes: at the beginning; grows to the largest piece.
@@ -52,7 +52,7 @@ class Scratch:
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
 
     def shaped(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in this memory; it holds until the next call."""
+        """Return a tensor in this memory; it is valid until the next call."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > len(self._bytes):
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Whether two statements are one problem, and whether one stands in the other.
+"""Whether two statements are one problem, and whether one contains the other.
 
 A few words may differ; a number, an operator, a symbol, a negation or a word that makes another problem (odd for
 even) may not.
@@ -17,9 +17,9 @@ LEAST_ALIKE = 0.8
 _ARTICLES = frozenset({"a", "A", "I"})
 _FIRST_CJK = "\u3040"
 _STRAY, _STRAY_GAP = 3, 6
-"""So few tokens in common, that far from all others, are chance."""
+"""At most so many tokens in common, further than the gap from all others, are chance."""
 _Block = tuple[int, int, int]
-"""Tokens in common: where they begin in the one, in the other, and how many they are."""
+"""A run of tokens in common: its start in one statement, its start in the other, and its length."""
 
 
 def same_problem(first: Statement, second: Statement, least: float = LEAST_ALIKE) -> bool:
@@ -27,7 +27,7 @@ def same_problem(first: Statement, second: Statement, least: float = LEAST_ALIKE
 
     Args:
         first: one statement. second: the other. The answer's form is not compared.
-        least: twice the tokens in common, in order, over the tokens of both, at least this.
+        least: lower bound on twice the tokens in common, in order, over the tokens of both.
     """
     if first.numbers != second.numbers:
         return False
@@ -44,14 +44,15 @@ def same_problem(first: Statement, second: Statement, least: float = LEAST_ALIKE
 
 
 def contained_part(inner: Statement, outer: Statement) -> float:
-    """Return how much of a statement stands in another one, in order, if nothing but a few words differs.
+    """Return how much of a statement another one contains, in order, if nothing but a few words differs.
 
     Args:
         inner: the shorter one, of an evaluation set.
-        outer: the text in which it may stand; what stands before and behind it does not count.
+        outer: the text that may contain it; what is before and after it does not count.
 
     Returns:
-        The part of the tokens of `inner`: 1 where it stands there as it is, 0 where less than LEAST_ALIKE of it does.
+        The part of the tokens of `inner`: 1 where `outer` contains all of it, 0 where it contains less than
+        LEAST_ALIKE, or more than words differ.
     """
     a, b = inner.tokens, outer.tokens
     if len(b) < LEAST_ALIKE * len(a) or not _is_subsequence(inner.numbers, outer.numbers):
@@ -85,7 +86,7 @@ def _without_strays(blocks: list[_Block]) -> list[_Block]:
 
 
 def _gaps_say_the_same(a: Sequence[str], b: Sequence[str], blocks: Sequence[_Block]) -> bool:
-    """Return whether what stands between neighbouring blocks differs in words that may differ."""
+    """Return whether the tokens between neighbouring blocks differ only in words that may differ."""
     for (a0, b0, n), (a1, b1, _) in pairwise(blocks):
         left, right = a[a0 + n : a1], b[b0 + n : b1]
         if _fixed(left) != _fixed(right):
@@ -97,12 +98,12 @@ def _gaps_say_the_same(a: Sequence[str], b: Sequence[str], blocks: Sequence[_Blo
 
 
 def _fixed(tokens: Sequence[str]) -> list[str]:
-    """Return the tokens that may neither come, go nor change: all but words and articles."""
+    """Return the tokens that may not be added, removed or changed: negations, and all but words and `MEANING`."""
     return [token for token in tokens if token in NEGATIONS or not (_is_word(token) or token in MEANING)]
 
 
 def _is_word(token: str) -> bool:
-    """Return whether it is a word: a single letter is a symbol (not in Chinese, Japanese and Korean), TARTAR a name."""
+    """Return whether a token is a word: a single letter is a symbol (but not in Chinese or Japanese), TARTAR a name."""
     is_name = len(token) == 1 or token.isupper()
     return token in _ARTICLES or (token.isalpha() and (token >= _FIRST_CJK or not is_name))
 

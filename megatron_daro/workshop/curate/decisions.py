@@ -27,12 +27,12 @@ NOTES: Mapping[str, str] = {
     "other_answer": "another kept one is nearly equal, its answer is not",
     "overlap": "shares a long run of words with an evaluation set",
 }
-"""What can be said of a row that stays."""
+"""What can be noted of a row that is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A row, why it was dropped or noted, and the other side: a place, or set and row of an evaluation set."""
+    """A row, why it was dropped or noted, and the other row: a place, or set and row of an evaluation set."""
 
     row: int
     reason: str
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Decisions:
-    """The book of one curation. `count`: rows that were read."""
+    """The record of one curation. `count`: rows that were read."""
 
     count: int
     dropped: dict[int, Finding] = field(default_factory=dict)
@@ -54,16 +54,16 @@ class Decisions:
         self.dropped[row] = Finding(row, reason, detail, other)
 
     def note(self, row: int, reason: str, detail: str = "", other: str = "") -> None:
-        """Say something about a row that may stay."""
+        """Note something about a row that may be kept."""
         assert reason in NOTES
         self.notes.append(Finding(row, reason, detail, other))
 
     def kept(self) -> list[int]:
-        """Return the rows that stay, in order."""
+        """Return the rows that are kept, in order."""
         return [row for row in range(self.count) if row not in self.dropped]
 
     def notes_on_kept(self) -> list[Finding]:
-        """Return what is said about rows that stay, in order of the rows."""
+        """Return the notes on rows that are kept, in order of the rows."""
         return sorted((n for n in self.notes if n.row not in self.dropped), key=lambda n: (n.row, n.reason, n.other))
 
     def counts(self) -> dict[str, int]:
@@ -71,7 +71,7 @@ class Decisions:
         return _counted((finding.reason for finding in self.dropped.values()), REASONS)
 
     def note_counts(self) -> dict[str, int]:
-        """Return how many notes of each kind there are on rows that stay."""
+        """Return how many notes of each kind there are on rows that are kept."""
         return _counted((note.reason for note in self.notes_on_kept()), NOTES)
 
 

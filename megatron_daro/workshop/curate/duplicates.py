@@ -1,9 +1,9 @@
-"""Problems that stand twice in the training set.
+"""Problems that occur more than once in the training set.
 
-Of equal problems the first row stays, if all have the same answer; where the answers differ none does, since one of
-them is wrong. Two problems that differ in a few words are one where numbers, symbols and answers agree; where the
-answers differ both stay, with a note: one of them is wrong, or the words make another problem. Two that ask for their
-answers in different forms (give m + n) can have different answers.
+Of equal problems with the same answer the first row is kept; where the answers differ none is kept, since some of them
+are wrong. Two problems that differ in a few words count as one if their numbers, symbols and answers agree; where the
+answers differ both are kept, with a note: one answer is wrong, or the words make it another problem. Problems that ask
+for their answers in different forms (give m + n) can have different answers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SURELY_ALIKE = 0.9
 
 
 def drop_equal(rows: Sequence[Row], decisions: Decisions) -> None:
-    """Drop all but one of the rows that are one problem in its normal form."""
+    """Drop repeats of problems with the same normal form, and all of them where their answers differ."""
     groups: dict[tuple[str, ...], list[int]] = {}
     tokens_by_text: dict[str, tuple[str, ...]] = {}
     for index in decisions.kept():
         row = rows[index]
-        # A statement without a word or number, such as a picture, is equal to its own text only.
+        # A statement without a word or number, such as a picture, equals only the same text.
         tokens = row.statement.tokens or (row.prompt.statement,)
-        # What training takes for the same problem (`a b` is `ab`, `1 2` is not `12`) is the same here.
+        # Problems that training takes for the same (`a b` is `ab`, `1 2` is not `12`) are the same here.
         tokens = tokens_by_text.setdefault(normalized_text(prompt_text(row.prompt)), tokens)
         groups.setdefault(tokens, []).append(index)
     for group in groups.values():
@@ -42,7 +42,7 @@ def drop_equal(rows: Sequence[Row], decisions: Decisions) -> None:
 
 
 def _drop_in_group(group: Sequence[int], rows: Sequence[Row], decisions: Decisions) -> None:
-    """Rows that ask for another form of the answer can have another gold; conflicts are among rows of one form."""
+    """Drop repeats; answers conflict only among rows of one form, since another form can have another gold."""
     forms: dict[tuple[str, ...], list[int]] = {}
     for index in group:
         forms.setdefault(rows[index].statement.form, []).append(index)
@@ -56,7 +56,7 @@ def _drop_in_group(group: Sequence[int], rows: Sequence[Row], decisions: Decisio
 
 
 def _drop_conflict(members: Sequence[int], rows: Sequence[Row], decisions: Decisions) -> bool:
-    """Drop all of these rows where their answers differ; returns whether they do."""
+    """Drop all of these rows if their answers differ, and return whether they do."""
     keys = {index: _answer_key(rows[index]) for index in members}
     if len(set(keys.values())) == 1:
         return False
@@ -67,7 +67,7 @@ def _drop_conflict(members: Sequence[int], rows: Sequence[Row], decisions: Decis
 
 
 def drop_near(rows: Sequence[Row], decisions: Decisions) -> int:
-    """Drop rows of which an earlier one differs in a few words only.
+    """Drop rows that differ from an earlier one in a few words only.
 
     Returns:
         How many buckets of candidates were too full to compare every pair in them.
@@ -99,7 +99,7 @@ def same_answers(first: Row, second: Row) -> bool:
 
 
 def _answer_key(row: Row) -> tuple[str, ...]:
-    """Return the golds in one notation, in order of the alphabet; 27.0 is 27, and \\dfrac{1}{2} is \\frac12."""
+    """Return the golds in one notation, in alphabetical order; 27.0 is 27, and \\dfrac{1}{2} is \\frac12."""
     return tuple(sorted(_one_key(answer) for answer in row.prompt.answers))
 
 

@@ -1,7 +1,7 @@
 """Which pairs of statements are worth comparing: n-grams and MinHash signatures of their tokens, with numpy.
 
-A function of the texts alone, so two runs find the same pairs. Not datasketch, whose index cannot be asked for equal
-numbers.
+The pairs depend on the texts alone, so two runs find the same ones. datasketch is not used, since its index cannot ask
+for equal numbers.
 
 Shapes: D statements, T their tokens end to end, H hash functions, G n-grams, P pairs.
 """
@@ -14,7 +14,7 @@ from hashlib import blake2b
 import numpy as np
 
 BANDS, BAND_ROWS = 40, 3
-"""Two sets of tokens with Jaccard 0.6 meet in some band with probability 0.9999, with 0.45 0.98, with 0.2 0.27."""
+"""Two sets of tokens share a band with probability 0.9999 at a Jaccard similarity of 0.6, 0.98 at 0.45, 0.27 at 0.2."""
 _LEAST_AGREEMENT = 0.3
 _WHOLE_BUCKET = 48
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -78,7 +78,7 @@ def ngrams(ragged: Ragged, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def signatures(ragged: Ragged) -> np.ndarray:
-    """Return the MinHash signature of each statement's set of tokens: uint32 [D, H]; all ones without tokens."""
+    """Return the MinHash signature of each statement's set of tokens: uint32 [D, H]; without tokens all bits are 1."""
     functions = np.random.PCG64(np.random.SeedSequence(20250917)).random_raw(2 * BANDS * BAND_ROWS).astype(np.uint64)
     factors_H, shifts_H = functions[: BANDS * BAND_ROWS] | np.uint64(1), functions[BANDS * BAND_ROWS :]
     smallest = np.full((len(ragged), BANDS * BAND_ROWS), np.iinfo(np.uint32).max, np.uint32)
@@ -97,7 +97,7 @@ def signatures(ragged: Ragged) -> np.ndarray:
 
 
 def similar_pairs(signatures_DH: np.ndarray, keys_D: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return pairs that share a band of their signatures and their key.
+    """Return pairs of the same key whose signatures share a band and are equal in at least 30 % of their values.
 
     Args:
         signatures_DH: of `signatures`.
@@ -105,7 +105,7 @@ def similar_pairs(signatures_DH: np.ndarray, keys_D: np.ndarray) -> tuple[np.nda
 
     Returns:
         int64 [P, 2] pairs (earlier, later) in order of the later, then the earlier; and how many buckets were so full
-        that each statement was paired with some of the others only.
+        that each statement was paired with only some of the others.
     """
     pairs: list[np.ndarray] = []
     crowded = 0
@@ -137,7 +137,7 @@ def similar_pairs(signatures_DH: np.ndarray, keys_D: np.ndarray) -> tuple[np.nda
 
 
 def _within(bucket: np.ndarray) -> np.ndarray:
-    """Pairs of a bucket (ascending): all of a small one; in a large one each with the first and the nearest before."""
+    """Return pairs of a bucket (ascending): all of a small one, else each with the first 24 and the 24 before it."""
     size = len(bucket)
     if size <= _WHOLE_BUCKET:
         later, earlier = np.tril_indices(size, -1)

@@ -1,8 +1,8 @@
-"""Kinds of problems that are no good for training: the text tells them, or the verifier does.
+"""Drops kinds of problems that are unsuitable for training, found by their text or by the verifier.
 
-A proof is no answer, and a sentence is right only where it is repeated word for word; a verifier must read every gold
-and find it equal to itself; an answer that anybody would try (a letter, yes or no, a small number) teaches guessing.
-Where a rule cannot tell, the row stays.
+A proof is not an answer, and a sentence is right only if it is repeated word for word; a verifier must read every gold
+and find it equal to itself; an answer that is easily guessed (a letter, yes or no, a small number) teaches guessing.
+Where a rule cannot tell, the row is kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SPACE = re.compile(r"[\s.:!\u3002]+")
 
 
 def _is_proof(statement: str, answers: Sequence[str]) -> bool:
-    """Return whether a problem asks for a proof: its gold says so, or it asks to prove and for nothing else."""
+    """Return whether a problem asks for a proof: its gold says so, or it asks for a proof and nothing else."""
     if any(_PROOF_GOLD.fullmatch(_SPACE.sub(" ", answer).strip()) for answer in answers):
         return True
     return bool(_ASKS_PROOF.search(statement)) and not _ASKS_ANSWER.search(statement)
@@ -60,9 +60,9 @@ _IDEOGRAPH = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 
 
 def _words_of(answer: str) -> int:
-    """Return how many words of a language stand in an answer; of Chinese, Japanese and Korean two characters are one.
+    """Return how many words an answer has; two characters of Chinese, Japanese or Korean count as one.
 
-    Formulas, commands of LaTeX and single letters are none.
+    Formulas, LaTeX commands and single letters do not count.
     """
     text = _TEXT.sub(r" \1 ", answer)
     text = _COMMAND.sub(" ", _MATHS.sub(" ", text))
@@ -71,11 +71,11 @@ def _words_of(answer: str) -> int:
 
 
 _MOST_WORDS = 3
-"""Of an answer that is no sentence."""
+"""Most words of an answer that is not a sentence."""
 
 
 def drop_free_text(rows: Sequence[Row], decisions: Decisions) -> None:
-    """Drop rows of which every gold is a sentence."""
+    """Drop rows whose golds are all sentences."""
     for row in decisions.kept():
         words = [_words_of(answer) for answer in rows[row].prompt.answers]
         if min(words) > _MOST_WORDS:
@@ -85,11 +85,11 @@ def drop_free_text(rows: Sequence[Row], decisions: Decisions) -> None:
 ANSWER_FORMS = {"math": "\\boxed{{answer}}", "integer": "Answer: {answer}", "exact": "#### {answer}"}
 """Verifier -> how an answer is written for it."""
 _MOST_WORKERS = 8
-"""Processes of the verifier; one takes about 100 MiB."""
+"""Most processes of the verifier; each takes about 100 MiB."""
 
 
 def drop_unverifiable(rows: Sequence[Row], decisions: Decisions, verifier: str) -> None:
-    """Drop rows of which the verifier cannot read a gold, or does not find it equal to itself within its limits.
+    """Drop rows with a gold that the verifier cannot read, or does not find equal to itself within its limits.
 
     Args:
         rows: every row that was read.
@@ -119,7 +119,7 @@ _WHOLE = re.compile(r"[-+]?\d+")
 
 
 def drop_guessable(rows: Sequence[Row], decisions: Decisions, kinds: Sequence[str]) -> None:
-    """Drop rows of which a gold is a guess of one of these kinds."""
+    """Drop rows with a gold that a guess of one of these kinds hits."""
     for row in decisions.kept():
         prompt = rows[row].prompt
         guesses = ((guess_of(answer, prompt.statement), answer) for answer in prompt.answers)

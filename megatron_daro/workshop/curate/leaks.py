@@ -1,9 +1,9 @@
-"""Problems that stand in an evaluation set.
+"""Problems that are in an evaluation set.
 
-A leak is a row in which a problem of an evaluation set stands up to a few words, with numbers and symbols unchanged;
-it is dropped. This works for short statements, which no run of 13 words can find. An overlap is a run of 13 tokens in
-common: GPT-3's rule (arXiv 2005.14165, appendix C), without runs that stand in more than ten rows, as there. On
-mathematics it also meets problems that only begin alike, so it is a note unless asked for.
+A leak is a row that contains a problem of an evaluation set, where a few words may differ, but no number or symbol; it
+is dropped. This also finds short statements, which have no run of 13 words. An overlap is a run of 13 tokens in common:
+GPT-3's rule (arXiv 2005.14165, appendix C), which also ignores runs in more than ten rows. In mathematics it also
+matches problems that only begin alike, so it is only noted unless asked for.
 
 Evaluation problems that share n-grams of three tokens with a row are candidates for a leak; `contained_part` decides.
 """
@@ -26,25 +26,25 @@ _GRAM = 3
 _RUN = 13
 """Tokens in a row that make an overlap."""
 _FREQUENT = 10
-"""Rows that may share a run; one that more have says nothing."""
+"""Most rows that may share a run; a run in more rows is not evidence."""
 _LONG, _SURELY = 25, 0.9
-"""From so many tokens on, so much of which is there, an evaluation problem is known whatever the answer is."""
+"""An evaluation problem with at least so many tokens, and so much of it found, is a leak whatever the answer is."""
 _FEW_PROBLEMS, _LEAST_RARE = 40, 3
 _LEAST_SHARE = 0.2
-"""Of an evaluation problem's n-grams that a candidate has."""
+"""Least part of an evaluation problem's n-grams that a candidate has."""
 _CHUNK = 4096
 
 
 def drop_leaks(
     rows: Sequence[Row], sets: Mapping[str, Sequence[Row]], decisions: Decisions, *, overlaps: bool = False
 ) -> None:
-    """Drop rows that stand in an evaluation set; note those that share a long run of tokens with one.
+    """Drop rows that contain a problem of an evaluation set; note those that share a long run of tokens with one.
 
     Args:
         rows: every row that was read.
         sets: evaluation sets by name, as read.
         decisions: what was dropped so far; written to.
-        overlaps: drop what is only noted else.
+        overlaps: drop what is otherwise only noted.
     """
     index = _LeakIndex([problem for name, one in sets.items() for problem in _held_out(name, one)])
     kept = decisions.kept()
@@ -80,10 +80,10 @@ def _undrawn(row: Row) -> Statement:
 
 @dataclass(frozen=True, slots=True)
 class _Matches:
-    """Row -> name of the first evaluation problem that it matches. No row is in two of them.
+    """Three kinds of matches, each row -> name of the first evaluation problem that it matches. No row has two kinds.
 
-    leaks: the problem stands in it. alike: it does but for a few words, and the answers differ. overlaps: a long run
-    of tokens in common.
+    leaks: the row contains the problem. alike: it does except for a few words, but the answers differ. overlaps: they
+    have a long run of tokens in common.
     """
 
     leaks: dict[int, str] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class _LeakIndex:
         self._long = _Postings(*ngrams(ragged, _RUN), len(problems))
 
     def find(self, rows: Sequence[Row]) -> _Matches:
-        """Return the rows in which an evaluation problem stands, or that share a long run of tokens with one."""
+        """Return the rows that contain an evaluation problem, or share a long run of tokens with one."""
         matches = _Matches()
         statements = [_undrawn(row) for row in rows]
         frequency = np.zeros(len(self._long.grams), np.int64)
@@ -129,7 +129,7 @@ class _LeakIndex:
         return matches
 
     def _judge(self, index: int, row: Row, statement: Statement, held_out: _HeldOut, matches: _Matches) -> None:
-        """Words may differ in a long statement, and in a short one where the answers agree: TARTAR is not ELLIPSE."""
+        """Judge a row: a leak may differ in words if it is long or the answers agree (TARTAR is not ELLIPSE)."""
         if index in matches.leaks:
             return
         part = contained_part(held_out.statement, statement)
@@ -141,7 +141,7 @@ class _LeakIndex:
 
 
 class _Postings:
-    """Sorted n-grams with the problems they occur in: `grams` uint64 [G] and `problems` int64 [G], pairs once."""
+    """Sorted n-grams with the problems they occur in: `grams` uint64 [G] and `problems` int64 [G], each pair once."""
 
     def __init__(self, grams: np.ndarray, problems: np.ndarray, count: int) -> None:
         pairs = np.unique(np.stack([grams, problems.astype(np.uint64)], axis=1), axis=0) if len(grams) else None
@@ -151,7 +151,7 @@ class _Postings:
         self._sizes = np.bincount(self.problems, minlength=count)
 
     def rare(self) -> _Postings:
-        """Return the n-grams of few problems only; those of a problem that would keep too few stay all."""
+        """Return only the n-grams of few problems, but all those of a problem that would keep too few."""
         if not len(self.grams):
             return self
         _, inverse, counts = np.unique(self.grams, return_inverse=True, return_counts=True)
@@ -165,7 +165,7 @@ class _Postings:
         return _Postings(self.grams[chosen], self.problems[chosen], self._count)
 
     def frequency(self, grams: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return in how many rows each entry's n-gram stands: int64 [G]."""
+        """Return in how many rows each entry's n-gram occurs: int64 [G]."""
         if not len(grams) or not len(self.grams):
             return np.zeros(len(self.grams), np.int64)
         pairs = np.unique(np.stack([grams, rows.astype(np.uint64)], axis=1), axis=0)[:, 0]
@@ -173,7 +173,7 @@ class _Postings:
         return np.searchsorted(pairs, self.grams, side="right") - low
 
     def candidates(self, grams: np.ndarray, rows: np.ndarray, least: float) -> list[tuple[int, int]]:
-        """Return (row, problem) pairs that have at least that part of the problem's n-grams, and one, in common."""
+        """Return (row, problem) pairs that share at least one, and the part `least`, of the problem's n-grams."""
         if not len(grams) or not len(self.grams):
             return []
         order = np.lexsort((rows, grams))

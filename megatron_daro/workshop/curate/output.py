@@ -36,12 +36,12 @@ _RECORD = [
 
 
 def partial_of(out: Path) -> Path:
-    """Return where a curation is written before it is whole."""
+    """Return the folder in which a curation is written until it is complete."""
     return out.with_name(f"{out.name}.partial")
 
 
 def check_free(out: Path) -> None:
-    """Refuse a place that holds something. Raises ConfigError."""
+    """Refuse a path that exists. Raises ConfigError."""
     if out.exists():
         raise ConfigError(
             f"--out: got {str(out)!r}, which is there already; allowed: a new directory; fix: name another one, or "
@@ -50,7 +50,7 @@ def check_free(out: Path) -> None:
 
 
 def check_keep(names: Sequence[str]) -> None:
-    """Refuse fields that would stand twice in the curated set. Raises ConfigError."""
+    """Refuse fields that the curated set has itself. Raises ConfigError."""
     own = {name for name, _ in _COLUMNS}
     taken = sorted(name for name in names if name in own or name.startswith("pass_rate"))
     if taken:
@@ -69,7 +69,7 @@ def write(
     extra: Mapping[int, Mapping[str, Any]],
     sets: Mapping[str, Sequence[Row]],
 ) -> None:
-    """Write everything and give it its name.
+    """Write everything, then rename it to `out`.
 
     Args:
         out: not there yet; `partial_of(out)` may hold files of an earlier attempt, which are replaced.
@@ -118,7 +118,7 @@ def _curated(row: Row, extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_curated(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write the set, in which training must find exactly these problems."""
+    """Write the set, and check that training would read exactly these problems."""
     columns: dict[str, pa.Array] = {name: pa.array([r[name] for r in records], kind) for name, kind in _COLUMNS}
     for name in dict.fromkeys(name for record in records for name in record if name not in columns):
         columns[name] = _column([record.get(name) for record in records])

@@ -24,10 +24,10 @@ def render_page(
     """Return the page as text.
 
     Args:
-        statistics: of `collect`.
+        statistics: from `collect`.
         rows: every row that was read. decisions: what happened to them.
         sets: evaluation sets by name.
-        extra: further fields of kept rows; `pass_rate` of each is drawn.
+        extra: further fields of kept rows; their `pass_rate` is plotted.
     """
     known = {row.place: row for row in rows}
     known |= {f"{name}:{row.number}": row for name, held_out in sets.items() for row in held_out}

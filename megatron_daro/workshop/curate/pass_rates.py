@@ -1,8 +1,8 @@
-"""Pass rates of the rows that are left, measured as an evaluation measures, and which rows stay for them.
+"""Measures pass rates of the rows that are left, as an evaluation does, and drops rows by their pass rate.
 
-The rows become a file of problems; K answers to each are asked for (workshop/evaluate/measuring.py) and kept as they
-come, so that a killed measurement continues with the same command. Counts of right answers give the pass-rate fields
-of the curated set.
+The rows become a file of problems; K answers to each are generated (workshop/evaluate/measuring.py) and stored as they
+come, so that the same command continues a killed measurement. Counts of right answers give the pass-rate fields of the
+curated set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_daro.workshop.evaluate import answers, measuring, models
 from megatron_daro.workshop.evaluate.models import MeasuredModel
 
 _SERVED_AS_LOADED = ("default", "")
-"""Weight versions of a server that nobody has sent weights to."""
+"""Weight versions of a server that still has the weights it loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """right: each problem that was asked with how many of `samples` answers were right. model: its name; weights: a
-    digest of its weights, "" where nobody knows them; settings: of the sampling, as plain values."""
+    """right: each problem that was asked, and how many of its `samples` answers were right. model: its name; weights: a
+    digest of its weights, "" where they are not known; settings: of the sampling, as plain values."""
 
     right: Sequence[tuple[Prompt, int]]
     samples: int
@@ -57,7 +57,7 @@ class Measured:
     settings: Mapping[str, Any]
 
     def statistics(self) -> dict[str, Any]:
-        """Count all that were asked, also those that are dropped for their pass rate."""
+        """Return counts of all problems that were asked, including those dropped for their pass rate."""
         problems = Counter(right for _, right in self.right)
         total = len(self.right)
         return {
@@ -72,7 +72,7 @@ class Measured:
 
 
 def read_range(text: str) -> tuple[float, float]:
-    """Return the range that `LOW:HIGH` says; an empty text is all. Raises ConfigError for another form."""
+    """Return the range of `LOW:HIGH`; an empty text is 0 to 1. Raises ConfigError for another form."""
     low, colon, high = text.partition(":")
     try:
         bounds = float(low or 0), float(high or 1)
@@ -92,15 +92,15 @@ def model_of(hf: Path | None, urls: Sequence[str]) -> MeasuredModel:
 
 
 def measure(rows: Sequence[Row], model: MeasuredModel, sampling: Sampling, folder: Path, notices: Notices) -> Measured:
-    """Ask for the answers that are missing, and count.
+    """Ask for the answers that are missing, and count the right ones.
 
     Args:
-        rows: to be asked. model: who answers. sampling: how. notices: told how far it is.
+        rows: to be asked. model: gives the answers. sampling: how to ask. notices: told of the progress.
         folder: keeps problems and answers.
 
     Raises:
-        ConfigError: overrides that are none. DaroError: a directory with answers to other problems, an engine that
-            failed. What was answered is kept.
+        ConfigError: an override is not a valid option. DaroError: the directory has answers to other problems, or the
+            engine failed. Answers that came are kept.
     """
     problems = folder / "problems.jsonl"
     _write_problems(problems, rows)
@@ -164,7 +164,7 @@ def apply(
 
     Args:
         rows: every row that was read. decisions: what was dropped so far; written to.
-        keep: lowest and highest pass rate that stays, both included.
+        keep: lowest and highest pass rate to keep, both included.
 
     Returns:
         Row -> the pass-rate fields of the curated set.
@@ -190,6 +190,6 @@ def apply(
 
 
 def _key_of(prompt: Prompt) -> tuple[str, str, tuple[str, ...]]:
-    """Return what tells two kept problems apart, also after they were read from a file: text, chat, golds."""
+    """Return what identifies a kept problem, even after it was read from a file: text, chat, golds."""
     chat = "" if prompt.messages is None else json.dumps([dict(message) for message in prompt.messages])
     return prompt.text or "", chat, prompt.answers

@@ -24,7 +24,7 @@ _NO_STATEMENT = Statement(())
 class Row:
     """One row of a file. `unusable` says why there is no problem in it; then `prompt` and `statement` are empty.
 
-    place: "file:row", the row as data/ counts them. kept: fields of the file that go on as they are, as JSON text.
+    place: "file:row", rows counted as data/ counts them. kept: fields that are carried along unchanged, as JSON text.
     """
 
     place: str
@@ -57,7 +57,7 @@ def read_all(paths: Sequence[Path], fields: Fields) -> tuple[list[Row], dict[str
     """Read every row of every file, in order.
 
     Returns:
-        The rows; and for each file the lines shared by its problems, which are no part of them.
+        The rows; and for each file the lines shared by its problems, which are not part of them.
 
     Raises:
         DataError: no file, a file that cannot be read or holds no usable row, or one that is given twice.

@@ -1,7 +1,7 @@
-"""The stages that need no model, in order: what cannot be read, checked or trained on goes.
+"""The stages that need no model, in order: they drop rows that cannot be read, checked or trained on.
 
-Answers that no verifier can check and problems of evaluation sets go before repeats are looked for, so that of several
-copies one stays that can be used.
+Rows whose answers cannot be checked and problems of evaluation sets are dropped before repeats are looked for, so that
+of several copies a usable one is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_daro.workshop.curate.leaks import drop_leaks
 from megatron_daro.workshop.curate.rows import Row
 
 OPTIONAL = ("proof", "free_text", "overlap", "near_duplicate", *GUESSES)
-"""What goes only where it is named."""
+"""Reasons for which rows are dropped only if `drop` names them."""
 
 
 def decide(
@@ -35,10 +35,10 @@ def decide(
 
     Args:
         rows: every row that was read.
-        sets: evaluation sets by name, as read; none: nothing is compared with them.
-        verifier: that must be able to check the answers; "none": they are not checked.
-        drop: of OPTIONAL.
-        say: told of each stage as it ends.
+        sets: evaluation sets by name, as read; if there are none, this stage is left out.
+        verifier: must be able to check the answers; "none": they are not checked.
+        drop: names of OPTIONAL.
+        say: called with a line about each stage as it ends.
 
     Returns:
         What happened to each row; and how many groups of candidates were too full to compare all of their pairs.

@@ -1,9 +1,9 @@
 """A problem's text as tokens that are the same for every spelling of the same problem.
 
 White space, LaTeX spelling, punctuation, capitals, thousands separators and number words do not count; numbers,
-operators, symbols and brackets do. Tables of words say which synonyms are written in one way, and which words change
-a problem when two statements differ in them. The normal form is for comparison only; nobody trains on it. Pure text,
-linear in its length.
+operators, symbols and brackets do. Tables of words say which synonyms become one token, and which words make two
+statements that differ in them two problems. The normal form is for comparison only, not for training. Time is linear in
+the text's length.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NUMBERS = {
     "hundred": "100",
     "thousand": "1000",
 }
-"""Number word -> digits. A `one` that is no number (one of them) is in both texts alike."""
+"""Number word -> digits. A `one` that is not a number (one of them) is replaced in both texts alike."""
 TENS = {word: str(value) for word, value in _TENS.items()}
 
 _FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt gcd lcm max min det lim pi"
 FUNCTIONS = frozenset(_FUNCTIONS.split())
-"""Functions that people write with and without a backslash: in a statement they are commands."""
+"""Functions that are written with and without a backslash; the normal form has the command."""
 
 _SAME = {
     "\\max": ("maximum", "maximal", "largest", "greatest", "biggest", "highest", "most", "maximize", "maximise"),
@@ -70,14 +70,14 @@ _OPPOSITES = (
 SYNONYMS = {word: name for name, words in _SAME.items() for word in words}
 """Word -> the token that stands for it."""
 MEANING = frozenset(word for line in _OPPOSITES for word in line.split()) | {"\\max", "\\min"}
-"""Words of which one cannot stand for another: where two statements differ in them, they are two problems."""
+"""Words that cannot stand for each other: two statements that differ in them are two problems."""
 NEGATIONS = frozenset(["not", "no", "never", "none", "neither", "nor", "except", "cannot", "不", "非", "无", "没"])
-"""Words that turn a statement around wherever they come or go."""
+"""Words that reverse a statement wherever they are added or removed."""
 
 
 _NUMBER = re.compile(r"\d|\.\d")
 _BROKEN = str.maketrans({"\x0c": "\\f", "\x08": "\\b", "\x07": "\\a", "\x0b": "\\v"})
-"""Files that went through a string literal hold control characters where a backslash and a letter stood."""
+"""In files that went through a string literal, control characters replace a backslash and a letter."""
 _RAISED = re.compile("[\u00b2\u00b3\u00b9\u2070-\u207f]+")
 _SIGNS = {
     "\u2212": "-", "\u2013": "-", "\u2014": " ", "\u2018": "'", "\u2019": "'", "\u00d7": "*", "\u00b7": "*",
@@ -137,7 +137,7 @@ _SHARED_ROWS, _SHARED_PART = 10, 0.2
 class Statement:
     """A problem in its normal form.
 
-    tokens: of the problem itself. form: of what is said about the answer's form (give m + n where ...), by which the
+    tokens: of the problem itself. form: of the request for a form of the answer (give m + n where ...), with which the
     same problem can have another gold. numbers: the numbers among `tokens`, in order.
     """
 
@@ -161,7 +161,7 @@ def statement_of(text: str) -> Statement:
 
 
 def without_figures(text: str) -> str:
-    """Return the text without drawings in Asymptote or TikZ, where enough of it is left to know the problem by."""
+    """Return the text without drawings in Asymptote or TikZ, if enough is left to recognize the problem."""
     plain = _FIGURE.sub(" ", text)
     return plain if plain != text and len(plain.split()) >= 2 * _LEAST_CORE else text
 
@@ -178,8 +178,8 @@ def shared_lines(texts: Sequence[str]) -> frozenset[str]:
         texts: the problems of one file.
 
     Returns:
-        Lines without space around them that begin or end at least ten problems and a fifth of them all, each with
-        another line beside it. `without_lines` takes them away.
+        Stripped lines that begin or end at least ten problems and a fifth of all, counting only problems of two or more
+        lines. `without_lines` removes them.
     """
     ends: Counter[str] = Counter()
     for text in texts:
@@ -191,7 +191,7 @@ def shared_lines(texts: Sequence[str]) -> frozenset[str]:
 
 
 def without_lines(text: str, shared: frozenset[str]) -> str:
-    """Return the text without those lines, or as it is where nothing else stands in it."""
+    """Return the text without those lines, or unchanged where nothing else would be left."""
     if not shared:
         return text
     rest = "\n".join(line for line in text.splitlines() if line.strip() not in shared)

@@ -19,7 +19,7 @@ def collect(
     shared: Mapping[str, Sequence[str]],
     crowded: int,
 ) -> dict[str, Any]:
-    """Count.
+    """Return the counts, and the settings.
 
     Args:
         rows: every row that was read. decisions: what happened to them.

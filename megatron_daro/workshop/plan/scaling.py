@@ -166,7 +166,7 @@ def write_plot(sizes: Sequence[Size], target: Path, title: str) -> None:
         shares = [size.parts.get(part, 0.0) / sum(size.parts.values()) for size in sizes]
         figure.add_trace(go.Bar(x=gpus, y=shares, name=part), row=2, col=1)
     end = stops_at(sizes)
-    words = f"; stops to scale at {end.gpus} GPUs, bound by {end.bound_by}" if end else "; scales to the end"
+    words = f"; stops scaling at {end.gpus} GPUs, bound by {end.bound_by}" if end else "; scales to the end"
     figure.update_layout(barmode="stack", title=title + words, height=800, template="plotly_white")
     figure.update_xaxes(type="log", title_text="GPUs", tickvals=gpus, row=2, col=1)
     figure.update_xaxes(type="log", tickvals=gpus, row=1, col=1)

@@ -23,11 +23,13 @@ _ABORT_S = 5.0
 class Attempt:
     """What the command line and srun's environment say.
 
-    node: this one's name; first: whether it is the first of `nodes`. job: its number in Slurm. number, directory: of
-    this start; the nodes share the directory. gpus, cores: of the node; cores: None for as many processes as there are.
-    free_disk_gib: that run_dir must have. check_s: until every node must have reported; stall_s: without a new step;
-    term_grace_s: after SIGTERM. may_lose: nodes. interface: of the network; addresses: of nodes, by their names. train:
-    arguments of `megatron-daro train`.
+    node: this node's name; first: whether it is the first of `nodes`. job: its number in Slurm. number, directory: of
+    this start; the nodes share the directory. gpus: of the node; cores: places for processes on a node without GPUs,
+    None to leave them to `ray_start`. free_disk_gib: least free space in run_dir. check_s: seconds until every node
+    must have reported; stall_s: seconds without a new step after which the attempt ends; term_grace_s: seconds that the
+    training has after SIGTERM. may_lose: how many nodes may be lost. interface: network interface; addresses: of nodes,
+    by their
+    names. train: arguments of `megatron-daro train`.
     """
 
     node: str
@@ -104,7 +106,8 @@ Kind = Literal["finished", "saved", "stopped", "node_lost", "bad_nodes", "unstar
 class Ending:
     """How an attempt ended: finished; saved; stopped (asked to save, with nothing to save or no time); node_lost;
     bad_nodes (failed their check); unstarted (Ray did not come up); gpu_fault (on nodes whose check finds nothing);
-    ended (by SIGTERM, whose cause others know); failed. cause: a sentence. nodes: that it is about, with commas."""
+    ended (by SIGTERM, whose sender knows why); failed. cause: a sentence. nodes: those that it is about, with commas
+    between them."""
 
     kind: Kind
     cause: str
@@ -138,10 +141,10 @@ class EndRequests:
             self.ended.set_result(None)
 
     async def or_end(self, work: Awaitable[T]) -> T:
-        """Return what `work` returns; end it where anything is asked for before.
+        """Return what `work` returns; cancel it if an end or a save is asked for before that.
 
         Raises:
-            EndedError: SIGTERM came first. StoppedError: the request to save did.
+            EndedError: SIGTERM came first. StoppedError: the request to save came first.
         """
         task, saving = asyncio.ensure_future(work), asyncio.ensure_future(self.saving.wait())
         either: set[asyncio.Future[Any]] = {task, saving, self.ended}

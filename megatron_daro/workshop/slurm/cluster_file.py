@@ -1,6 +1,6 @@
 """The cluster file: what a site wants in its jobs. One YAML file for all recipes of a cluster.
 
-`--cluster FILE` -> ClusterFile -> script.py. Refuses unknown keys, nearest ones given.
+`--cluster FILE` -> ClusterFile -> script.py. Refuses unknown keys, and names the nearest known ones.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _OWN_OPTIONS = {
     **dict.fromkeys(("gpus-per-node", "gres"), "gpus_per_node"),
     "job-name": "trainer.run_dir, whose last part it is",
 }
-"""Options of sbatch that a job has already, and the field that says them; none where the job cannot do without."""
+"""Options of sbatch that the script sets itself -> the field that sets them; empty: a job needs them as they are."""
 
 
 _SCRIPT_NAMES = frozenset({"attempt", "attempt_dir", "with_log", "BASH_ENV", "IFS"})
-"""What the batch script reads after it has set the job's environment, and what changes how bash reads."""
+"""Variables that the batch script reads after it has set the job's environment, or that change how bash reads it."""
 
 
 def control_characters(text: str, *, but: str = "") -> str:
-    """Return the names of the control characters and lone surrogates in a text, but those of `but`; empty if none.
+    """Return the names of the control characters and lone surrogates in a text, except those in `but`; empty if none.
 
-    They end lines and words of a batch script, and no quoting keeps them from the log of a terminal.
+    They can end lines and words of a batch script, and quoting does not keep them out of a log that a terminal shows.
     """
     names = {"\n": "newline", "\t": "tab", "\r": "carriage return", "\0": "NUL", "\x1b": "escape"}
     wrong = sorted({c for c in text if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")} - set(but))
@@ -76,7 +76,7 @@ def _shell_line(text: str) -> str:
     if text.rstrip("\n").endswith("\\"):
         raise ValueError("it ends with a backslash, which would swallow the line after it")
     done = subprocess.run(["bash", "-n"], input=f"(\n{text}\n)\n", capture_output=True, text=True, check=False)
-    if done.returncode or done.stderr:  # a here-document without its end is only warned of
+    if done.returncode or done.stderr:  # bash only warns of a here-document without its end
         raise ValueError(f"bash cannot read it: {' '.join(done.stderr.split())}")
     return text
 
@@ -213,7 +213,7 @@ def _problem(entry: dict[str, object], path: Path) -> Problem:
     loc = entry["loc"]
     assert isinstance(loc, tuple)
     name = ".".join(map(str, loc)) or path.name
-    if not loc:  # of two fields together: it names them
+    if not loc:  # from the check of two fields together, which names them
         return Problem("signal_before_s, time", "a pair that cannot be", str(entry["msg"]), "correct one of them")
     known = [*ClusterFile.model_fields, *(f"container.{field}" for field in Container.model_fields)]
     if entry["type"] == "extra_forbidden":

@@ -28,7 +28,7 @@ MOST_CLOCK_OFFSET_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """gpus of the node; free_disk_gib in run_dir."""
+    """What a node must have: `gpus`, and `free_disk_gib` in run_dir."""
 
     gpus: int
     free_disk_gib: float
@@ -49,7 +49,7 @@ def clock_problems(offset_s: float) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """Of its driver's tool: memory in MiB, and errors of it that could not be corrected."""
+    """A GPU as its driver's tool shows it: memory in MiB, and memory errors that could not be corrected."""
 
     index: str
     total: int
@@ -61,7 +61,7 @@ def gpu_problems(count: int, *, used: bool = False) -> list[str]:
     """Return what is wrong with the GPUs of this node.
 
     Args:
-        count: how many there must be. used: whether a run may be on them.
+        count: how many there must be. used: whether a run may be using them.
     """
     if not count:
         return []

@@ -44,13 +44,13 @@ from megatron_daro.workshop.slurm.rendezvous import (
 from megatron_daro.workshop.slurm.training import train
 
 CHECK_S = 45.0
-"""Until every node has looked at its GPUs after a failure."""
+"""Seconds until every node must have checked its GPUs after a failure."""
 IN_A_ROW = 3
-"""Attempts that may end in the same way, unstarted or by a fault of a GPU, before the job stays down."""
+"""Attempts in a row that end in the same way, unstarted or by a fault of a GPU, after which the job has failed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this node's part. Returns 0, or 1 where the job must end because of this node."""
+    """Run this node's part. Return 0, or 1 where the job must end because of this node."""
     return asyncio.run(_run(read_attempt(arguments, __doc__.split("\n")[0])))
 
 
@@ -94,7 +94,7 @@ async def _run(attempt: Attempt) -> int:
 async def _first(attempt: Attempt, ray: RayNode, requests: EndRequests) -> Ending:
     """Run the first node, to the end of the training."""
     own = problems(Wanted(attempt.gpus, attempt.free_disk_gib, attempt.run_dir))
-    if own:  # nothing may be writable: the others end when this process does
+    if own:  # perhaps nothing is writable; the others end when this process does
         return Ending("bad_nodes", f"{attempt.node}: {'; '.join(own)}", attempt.node)
     write_private(attempt.directory / "ray_token", secrets.token_hex(32))
     greeter = Greeter(attempt.directory, ray.address, attempt.nodes - 1)
@@ -107,7 +107,7 @@ async def _first(attempt: Attempt, ray: RayNode, requests: EndRequests) -> Endin
 
 
 async def _check_nodes(greeter: Greeter, attempt: Attempt, address: str) -> Ending | None:
-    """Wait for the other nodes; returns what keeps them from a start, or None."""
+    """Wait for the other nodes, and return what prevents a start, or None."""
     there = await greeter.gather(attempt.check_s)
     if len(there) == attempt.nodes - 1:
         return _bad_nodes({member.name: member.problems for member in greeter.members.values()})
@@ -149,14 +149,14 @@ async def _with_ray(attempt: Attempt, ray: RayNode, requests: EndRequests, greet
 
 
 def _let_attach(attempt: Attempt, environment: Mapping[str, str]) -> None:
-    """Write what attach.sh of the batch script needs to be beside this attempt's training."""
+    """Write what the batch script's attach.sh needs to start a shell beside this attempt's training."""
     exports = (f"export {name}={shlex.quote(value)}" for name, value in environment.items())
     lines = [f"first_node={shlex.quote(attempt.node)}", *exports]
     write_private(attempt.directory / "attach", "\n".join(lines) + "\n")
 
 
 async def _look_at_gpus(greeter: Greeter, attempt: Attempt) -> Ending | None:
-    """Check all nodes after a failed training; returns what is wrong with them: silent ones, or GPUs."""
+    """Check all nodes after a failed training, and return what is wrong: silent nodes, or GPUs."""
     own = asyncio.to_thread(gpu_problems, attempt.gpus, used=True)
     others, here = await asyncio.gather(greeter.check(CHECK_S), own)
     silent = sorted(name for name, problems in others.items() if problems is None)
@@ -174,7 +174,7 @@ def _end_of_ray(ray: Process, node: str) -> asyncio.Future[str]:
 
 
 async def _other(attempt: Attempt, ray: RayNode, requests: EndRequests) -> Ending:
-    """Run a node that is not the first one, until that says that it is over."""
+    """Run a node that is not the first one, until the first one says that it is over."""
     own = problems(Wanted(attempt.gpus, attempt.free_disk_gib, attempt.run_dir))
     if not own:
         write_private(attempt.directory / f"started_{attempt.node}", "")
@@ -189,7 +189,7 @@ async def _other(attempt: Attempt, ray: RayNode, requests: EndRequests) -> Endin
         raise
     finally:
         kill_descendants()
-        # Ray takes the first node's path for its session on all of them.
+        # Ray uses the session path of the first node on all nodes.
         shutil.rmtree(order["temporary"], ignore_errors=True)
 
 
@@ -207,7 +207,7 @@ async def _joined(line: Line, head: str, attempt: Attempt, ray: RayNode, request
 
 
 async def _follow(line: Line, gpus: int) -> None:
-    """Check the GPUs whenever the first node wants to know; return when it says that it is over, or is gone."""
+    """Check the GPUs whenever the first node asks; return when it says that it is over, or is gone."""
     while (order := await line.receive()) is not None and order.get("order") == "check":
         await line.send(Message(event="checked", problems=await asyncio.to_thread(gpu_problems, gpus, used=True)))
 

@@ -1,6 +1,6 @@
 """Processes that a node starts: each ends with everything it has started, and with the node's own program.
 
-Their output is passed on, and its last lines are kept. One whose parent is killed gets SIGKILL from the kernel.
+Their output is passed on, and its last lines are kept. A process whose parent is killed gets SIGKILL from the kernel.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Process:
         return next((line for line in reversed(self.lines) if line.strip()), "")
 
     async def says(self, text: bytes) -> None:
-        """Wait until a line with this text comes, unless one of the last lines has it; for ever, if none does."""
+        """Wait without limit until a line with this text comes; return at once if one of the kept lines has it."""
         event = self._saw.setdefault(text, asyncio.Event())
         if any(text.decode() in line for line in self.lines):
             event.set()
@@ -89,7 +89,7 @@ class Process:
 
 
 def kill_descendants() -> None:
-    """Kill everything that this process has started, theirs included."""
+    """Kill every process that this one has started, and their descendants."""
     _kill_below(psutil.Process())
 
 

@@ -1,4 +1,4 @@
-"""Ray on a node, started by its own program, and again where that was only bad luck: a taken port, a slow start."""
+"""Starts Ray on a node, by Ray's own program, and again after mere bad luck: a port that was taken, a slow start."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RAY_STARTS = 3
 PORTS_TRIED = 5
 _STARTED = b"Ray runtime started"
 _PORT_TAKEN = "The specified port is"
-"""Of Ray's words where another program has the port of its control service."""
+"""Part of Ray's message where another program has the port of its control service."""
 _SLOW = "timed out during startup"
-"""Of Ray's words where it gave up by itself, after a minute (ray/_private/node.py)."""
+"""Part of Ray's message where it gave up by itself, after a minute (ray/_private/node.py)."""
 LARGE_JOB_NODES = 16
 _LARGE_JOB = {
     "worker_register_timeout_seconds": 180,
@@ -35,10 +35,11 @@ _LARGE_JOB = {
     "health_check_period_ms": 10000,
 }
 """Ray's own settings (ray_config_def.h) for many nodes: hundreds of processes register at once with one control
-service, which must answer late rather than be given up, and is spared reports that nobody reads meanwhile."""
+service, which may answer late without being given up, and gets fewer reports that nobody reads meanwhile."""
 PROCESSES_BESIDE_GPUS = 32
-"""Ray's CPUs are places for processes here: two for each GPU, and these; more where the machine has more cores. Without
-GPUs a place is a core that the cluster file asks for, so that ranks and servers spread over the nodes."""
+"""Ray's CPUs are places for processes here: two for each GPU and these, or the machine's cores where they are more.
+Without GPUs they are the cores that the cluster file asks for, if it does, so that ranks and servers spread over the
+nodes."""
 
 
 class SlowStartError(WorkerError):
@@ -74,7 +75,7 @@ class RayNode:
             Ray, and the port of its control service.
 
         Raises:
-            WorkerError: it ended; PortTakenError, SlowStartError: again and again for this reason.
+            WorkerError: it ended; PortTakenError, SlowStartError: every allowed start failed for this reason.
         """
 
         async def start() -> tuple[Process, int]:
@@ -89,12 +90,12 @@ class RayNode:
         """Start Ray where another node has its control service (host:port), and wait until it runs.
 
         Raises:
-            WorkerError: it ended; SlowStartError: it was never in time.
+            WorkerError: it ended; SlowStartError: no start was in time.
         """
         return await _again(lambda: self._start([f"--address={head}"]))
 
     async def _start(self, role: Sequence[str]) -> Process:
-        # Not the program `ray`: an environment upon another one's packages has none.
+        # Not the program `ray`: a virtual environment on top of another one's packages has none.
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *role, "--block", "--disable-usage-stats"]
         command += [
             f"--node-ip-address={self.address}",
@@ -123,7 +124,7 @@ class RayNode:
 
 
 async def _again(start: Callable[[], Awaitable[T]]) -> T:
-    """Start until it works. Raises what the last start of those that are allowed raised."""
+    """Start until it works. Raises the error of the last allowed start."""
     starts_left: dict[type[WorkerError], int] = {PortTakenError: PORTS_TRIED - 1, SlowStartError: RAY_STARTS - 1}
     while True:
         try:

@@ -34,9 +34,9 @@ from megatron_daro.workshop.slurm.health import clock_problems
 HEAD_FILE = "head.json"
 _POLL_S = 0.2
 BEAT_S = 10.0
-"""Between two signs of life of a node."""
+"""Seconds between two signs of life of a node."""
 FROZEN_S = 90.0
-"""Without a sign of life, after which a node counts as lost."""
+"""Seconds without a sign of life after which a node counts as lost."""
 _LONGEST_LINE = 2**16
 
 
@@ -49,7 +49,7 @@ class Head(TypedDict):
 
 
 class Message(TypedDict, total=False):
-    """A line. From a node: node, secret, time, problems at first, then event (alive, joined, checked with problems,
+    """A line. From a node: first its name, secret, time and problems, then event (alive, joined, checked with problems,
     unstarted or failed with why). To a node: order (join, check, end), and with join the address of Ray and the
     directory of its session."""
 
@@ -76,7 +76,7 @@ class Member:
 
 
 def own_address(node: str, addresses: Mapping[str, str], interface: str | None) -> str:
-    """Return the address of this node: as given by name, of the network card, or of the host name.
+    """Return the address of this node: as given by name, else of the network card, else what the system would use.
 
     Raises:
         WorkerError: no such card, or it has no IPv4 address.
@@ -100,7 +100,7 @@ def own_address(node: str, addresses: Mapping[str, str], interface: str | None) 
 
 
 class Greeter:
-    """The first node's side: collects the reports of the others, gives orders, notices who is lost."""
+    """The first node's side: collects the reports of the others, gives orders, notices lost nodes."""
 
     def __init__(self, directory: Path, host: str, expected: int) -> None:
         self._directory, self._host, self._expected = directory, host, expected
@@ -109,16 +109,16 @@ class Greeter:
         self._changed = asyncio.Condition()
         self.members: dict[str, Member] = {}
         self.trouble: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done with a sentence when a node is lost or fails after it was told to join, and that ends the attempt."""
+        """Done with a sentence when a node that has reported is lost or fails, and this ends the attempt."""
         self.first_loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """The same of the first node that is lost, whether the attempt goes on or not."""
+        """Done in the same way at the first such node, even if the attempt goes on."""
         self.may_lose = 0
-        """Nodes that may be lost from now on."""
+        """How many nodes may be lost from now on."""
         self._closing = False
         self._lines: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listen, and say so in head.json."""
+        """Listen, and write the address into head.json."""
         self._server = await asyncio.start_server(self._accept, self._host, 0, limit=_LONGEST_LINE)
         port = self._server.sockets[0].getsockname()[1]
         write_private(self._directory / HEAD_FILE, json.dumps(Head(host=self._host, port=port, secret=self._secret)))
@@ -214,13 +214,13 @@ class Greeter:
 
     def _lose(self, member: Member, sentence: str) -> None:
         if self._closing or self.members.get(member.name) is not member:
-            return  # it was told already
+            return  # it was reported already
         if not self.first_loss.done():
             self.first_loss.set_result(sentence)
         if self.may_lose:
             self.may_lose -= 1
             del self.members[member.name]
-            member.writer.close()  # one that was frozen ends when it wakes up
+            member.writer.close()  # a frozen node ends when it wakes up
             print(f"{sentence}; the run goes on; nodes that may be lost yet: {self.may_lose}", flush=True)
         elif not self.trouble.done():
             self.trouble.set_result(sentence)
@@ -253,7 +253,7 @@ async def reach_head(directory: Path, node: str, problems: list[str], limit_s: f
     Args:
         directory: of this attempt, shared by all nodes.
         node: name of this one. problems: what its health check found.
-        limit_s: for all of it.
+        limit_s: for the whole call.
 
     Raises:
         DeadlineError: head.json did not appear, or nobody answers at its address.
@@ -282,7 +282,7 @@ async def reach_head(directory: Path, node: str, problems: list[str], limit_s: f
 
 
 def _end_with(connection: socket.socket) -> None:
-    """Have a connection end within FROZEN_S of the other side's machine, which says nothing when it loses power."""
+    """Let a connection end within FROZEN_S of the other machine's end: a machine that loses power closes nothing."""
     for option, value in (
         (socket.TCP_KEEPIDLE, FROZEN_S / 3),
         (socket.TCP_KEEPINTVL, FROZEN_S / 9),
@@ -305,11 +305,11 @@ async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
         writer.write(json.dumps(message).encode() + b"\n")
         await writer.drain()
     except (ConnectionError, RuntimeError):
-        return  # the other side is gone; whoever reads from it says so
+        return  # the other side is gone, as its reader will report
 
 
 async def _receive(reader: asyncio.StreamReader, limit_s: float | None = None) -> Message | None:
-    """Return the next message; None at the end. Raises TimeoutError: the other side said nothing for so long."""
+    """Return the next message; None at the end. Raises TimeoutError: none came within `limit_s`."""
     try:
         async with asyncio.timeout(limit_s):
             line = await reader.readline()

@@ -1,8 +1,8 @@
 """The batch script of a job: readable, complete, without secrets; `sbatch SCRIPT` alone works too.
 
-ClusterFile and Job -> text -> submission.py. What runs on the nodes is node.py's. Three readers
-meet the values: sbatch (its options), bash (everything else) and Slurm's patterns for log files, which have escapes of
-their own; control characters are refused before they come here.
+ClusterFile and Job -> text -> submission.py. The script runs node.py on the nodes. Values are read by sbatch (its
+options), bash (everything else) and Slurm's patterns for log files, each with its own escapes; control characters are
+refused before they come here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron_daro.workshop.slurm.cluster_file import ClusterFile
 @dataclass(frozen=True, slots=True)
 class Job:
     """name; nodes; run_dir and directory (where it was submitted), absolute; train: arguments of `megatron-daro train`
-    after the command's name; steps: of the run; signal_before_s: before the time limit, when training is asked to save;
-    gres: GPUs of a node that Slurm is asked for.
+    after the command's name; steps: of the run; signal_before_s: seconds before the time limit at which training is
+    asked to save; gres: GPUs per node that Slurm is asked for.
     """
 
     name: str
@@ -66,14 +66,14 @@ def script_of(job: Job, cluster: ClusterFile) -> str:
 
 
 def _lost_node(cluster: ClusterFile) -> str:
-    """Return srun's options for the end of a node: that of all, or of no other where one may be lost."""
+    """Return srun's options for the end of a node: it ends all nodes, or no other where nodes may be lost."""
     if cluster.spare_nodes:
         return "--no-kill --kill-on-bad-exit=0 --wait=0"
     return f"--kill-on-bad-exit=1 --wait={_grace_s(cluster)}"
 
 
 def _grace_s(cluster: ClusterFile) -> int:
-    """Seconds from the first node's end to the last one's."""
+    """Return how many seconds the other nodes have to end after the first one that ends."""
     return int(cluster.term_grace_s) + 5
 
 
@@ -160,7 +160,7 @@ def _container_options(job: Job, cluster: ClusterFile) -> Iterator[str]:
 
 
 def _enter(job: Job, cluster: ClusterFile) -> str:
-    """Return the words before a command by which it runs in the container; none where srun or nothing does it."""
+    """Return the prefix with which a command runs in the container; empty if srun enters it or there is none."""
     container = cluster.container
     if container is None or container.runtime != "apptainer":
         return ""

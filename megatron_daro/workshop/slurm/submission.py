@@ -53,7 +53,7 @@ def nodes_of(config: Config, cluster: ClusterFile) -> int:
 
 
 def hardware_of(cluster: ClusterFile, nodes: int) -> Hardware | None:
-    """Return what the job will have, for the checks of the recipe; None: like this machine, where it has no GPUs."""
+    """Return the job's hardware, for the checks of the recipe; None, which means this machine, if it has no GPUs."""
     if not cluster.gpus_per_node:
         return None
     return gpu_nodes([cluster.gpus_per_node] * nodes, None, f"the job's {nodes} nodes")
@@ -65,10 +65,11 @@ def job_of(
     """Return the job of a recipe, submitted from the working directory.
 
     Args:
-        config, recipe, overrides, cluster: checked. signal_before_s: where the cluster file does not say.
+        config, recipe, overrides, cluster: checked. signal_before_s: used where the cluster file has none.
 
     Raises:
-        ConfigError: a control character in what would stand in the script.
+        ConfigError: a control character in what the script would hold, or spare nodes without
+            trainer.replace_lost_ranks.
     """
     run_dir = filled(config.trainer.run_dir).absolute()
     texts: dict[str, object] = {"the working directory": Path.cwd(), "trainer.run_dir": run_dir}
@@ -99,21 +100,21 @@ def job_of(
 
 
 def gres_of(cluster: ClusterFile) -> int:
-    """Return the GPUs of a node that Slurm is asked for: 0 where the partition's nodes declare none, and are given
+    """Return how many GPUs of a node Slurm is asked for: 0 where the partition's nodes declare none, and are given
     whole."""
     try:
         resources = _slurm(["sinfo", "--noheader", f"--partition={cluster.partition}", "--format=%G"])
-    except ConfigError:  # a dry run where Slurm is not, or does not answer; whoever submits is told by sbatch
+    except ConfigError:  # a dry run without Slurm, or no answer; when it is submitted, sbatch reports it
         return cluster.gpus_per_node
     return cluster.gpus_per_node if "gpu" in resources or not resources.strip() else 0
 
 
 def check_cluster(job: Job, cluster: ClusterFile) -> None:
-    """Refuse what Slurm would keep waiting for ever: a partition that is unknown, down, too small or too short; and a
-    missing image.
+    """Refuse a job that Slurm would keep waiting forever, in a partition that is unknown, down, too small or has too
+    short a limit; and a missing image.
 
     Raises:
-        ConfigError: with what the cluster has.
+        ConfigError: says what the cluster has.
     """
     container = cluster.container
     if container and container.image.startswith(("/", ".")) and not Path(container.image).exists():
@@ -150,7 +151,7 @@ def check_cluster(job: Job, cluster: ClusterFile) -> None:
 
 
 def _slurm_seconds(limit: str) -> float:
-    """Return the seconds of a limit as sinfo writes it, [days-][[hours:]minutes:]seconds or a word for none."""
+    """Return the seconds of a limit as sinfo writes it, [days-][[hours:]minutes:]seconds or a word for no limit."""
     if not limit[:1].isdecimal():
         return math.inf
     days, _, clock = limit.rpartition("-")
@@ -159,10 +160,10 @@ def _slurm_seconds(limit: str) -> float:
 
 
 def require_no_other_job(job: Job) -> None:
-    """Refuse a run directory that a job of this user has already.
+    """Refuse a run directory that another job of this user has.
 
     Raises:
-        ConfigError: with its number and state.
+        ConfigError: says its number and state.
     """
     user = getpass.getuser()
     script = str(job.folder / SCRIPT_FILE)
@@ -177,7 +178,7 @@ def require_no_other_job(job: Job) -> None:
 
 
 def ask_slurm(job: Job, cluster: ClusterFile) -> str:
-    """Return what Slurm says about the job, without handing it over.
+    """Return what Slurm says about the job, without submitting it.
 
     Raises:
         ConfigError: it would refuse the job.
@@ -197,8 +198,8 @@ def submit(job: Job, cluster: ClusterFile, *, chain: int = 1) -> list[str]:
 
     Args:
         job, cluster: what to run where.
-        chain: jobs that wait for each other; each goes on where the one before has ended, and those after the end of
-            the run end at once.
+        chain: how many jobs follow each other; each goes on where the one before ended, and those after the end of the
+            run end at once.
 
     Returns:
         The numbers of the jobs.
@@ -227,7 +228,7 @@ def _sbatch(cluster: ClusterFile, options: list[str], text: str | None = None) -
     """Return what `sbatch` prints.
 
     Raises:
-        ConfigError: it refuses the job; where it refuses the account, with the accounts that there are.
+        ConfigError: it refuses the job; if it refuses the account, the error lists the user's accounts.
     """
     try:
         return _slurm(["sbatch", *options], text, with_stderr="--test-only" in options)
@@ -246,7 +247,7 @@ def _own_accounts() -> list[str]:
     try:
         whose = ["associations", f"user={getpass.getuser()}", "format=account"]
         output = _slurm(["sacctmgr", "--noheader", "--parsable2", "show", *whose])
-    except (ConfigError, OSError, KeyError):  # no name for the user id, no database, or not for users to ask
+    except (ConfigError, OSError, KeyError):  # no name for the user id, no database, or users may not ask it
         return []
     return sorted(set(output.split()))
 

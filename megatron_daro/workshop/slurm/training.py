@@ -24,14 +24,14 @@ _LOOK_S = 1.0
 _ABORT_S = 5.0
 _CANCELLED_S = 3.0
 _NODE_LOSS_S = 15.0
-"""After a failed training: until a lost node has shown itself as its cause."""
+"""How long after a failed training a lost node may take to show itself as the cause."""
 _HARDWARE = re.compile(
     r"uncorrectable ECC|GPU has fallen off|GPU is lost|NVLink|device is busy or unavailable|unspecified launch failure|"
     r"hardware stack error|cudaErrorDevicesUnavailable|no CUDA-capable device|unhandled system error|"
     r"remote process exited|ncclRemoteError|ncclSystemError|HSA_STATUS_ERROR|hipErrorNoDevice|Bus error",
     re.IGNORECASE,
 )
-"""Of errors that a machine makes and a program does not."""
+"""Words of errors that come from a machine, not from a program."""
 
 
 async def train(
@@ -49,8 +49,8 @@ async def train(
         attempt: where it is, what it trains.
         requests: what is asked for meanwhile.
         environment: of the training process.
-        lost: done with a sentence when a node, or Ray on it, is lost, and that is the end.
-        first_loss: done with a sentence when a node is lost; what fails after it is taken for its consequence.
+        lost: done with a sentence when the loss of a node, or of Ray on it, ends the attempt.
+        first_loss: done with a sentence when a node is lost; a failure after it counts as its consequence.
         look: checks all nodes after a failure; returns what is wrong with them, or None.
 
     Returns:
@@ -78,7 +78,7 @@ async def train(
     if trouble:
         return Ending("node_lost", trouble)
     last = process.last_line or "none"
-    process.signal(signal.SIGABRT)  # Python's fault handler writes where every thread stands into the logs
+    process.signal(signal.SIGABRT)  # Python's fault handler writes every thread's stack into the logs
     await asyncio.wait({exit_code}, timeout=_ABORT_S)
     return Ending("failed", f"{stalled.result()}; its last line: {last}")
 
@@ -101,9 +101,9 @@ async def _exited(
         return Ending("finished", process.last_line or "finished")
     if requests.saving.is_set():
         return Ending("saved" if code == EXIT_INTERRUPTED else "stopped", last)
-    if code not in (1, EXIT_INTERRUPTED) and code >= 0:  # of the configuration or the numbers: machines are no cause
+    if code not in (1, EXIT_INTERRUPTED) and code >= 0:  # wrong configuration or numbers: no machine caused it
         return Ending("failed", last)
-    if lost:  # a worker on a lost node is missed before the node is
+    if lost:  # a worker on a lost node is missed before the node itself
         await asyncio.wait(lost, timeout=_NODE_LOSS_S, return_when=asyncio.FIRST_COMPLETED)
         trouble = next((future for future in lost if future.done()), None)
         if trouble:
@@ -140,7 +140,7 @@ async def _stall(run_dir: Path, limit_s: float) -> str:
 
 
 def _last_words(run_dir: Path) -> str:
-    """Return the last line of each of the logs that were written last."""
+    """Return the last line of each of the three logs that were written last."""
     logs = sorted((run_dir / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)[:3]
     words = []
     for log in logs:
