@@ -12,7 +12,8 @@ due, evaluates them as step 0. Then three coroutines run in one task group:
                 m - 1 - batches_ahead (`Pace`)
                 the engine (`_engine_lock`)                the sync or evaluation that holds it has ended
     _train      the next batch (None: no more come)        `_generate` has put it into the queue
-                a running evaluation, before a sync        it ends, or a stop cancels it
+                a running evaluation, before a sync or a   it ends, or a stop cancels it
+                checkpoint, or to take shared GPUs back
                 the engine (`_engine_lock`), to sync, or   `_generate` has completed its batch and aborted the requests
                 to take shared GPUs back                   left over: none runs while all weights change
     _watch      a stop: the first Ctrl-C                   `request_stop`; then `_train` ends after its batch
@@ -145,6 +146,7 @@ class Controller:
         self._stop = asyncio.Event()
         self._stop_at_once = False
         self._run_task: asyncio.Task | None = None
+        self._started = False
 
     async def resume(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint: policy, prompts, ledger and files go back to its step. Call before `run`.
@@ -175,7 +177,7 @@ class Controller:
         run still starts. A second one during `run` ends it now. Call from the event loop's thread."""
         if not self._stop.is_set():
             running = "stopping with a checkpoint of what was trained (once more to stop at once)"
-            self._parts.progress.notice(f"{cause}: {running if self._run_task else 'ending the start'}")
+            self._parts.progress.notice(f"{cause}: {running if self._started else 'ending the start'}")
             self._stop.set()
         elif self._run_task and not self._stop_at_once:
             self._parts.progress.notice(f"{cause} again: stopping at once, without a checkpoint")
@@ -256,6 +258,7 @@ class Controller:
 
     async def _loop(self) -> bool:
         """Train, then export. Returns whether the run is finished."""
+        self._started = True
         async with asyncio.TaskGroup() as tasks:
             generator = tasks.create_task(self._generate(), name="generate")
             watcher = tasks.create_task(self._watch(generator), name="watch")

@@ -200,7 +200,7 @@ class RolloutSection(Section):
 
     segment_tokens: int | None = Field(default=None, ge=1)
     """Most tokens that an answer gets per batch; a longer answer is set aside and goes on in the next batch (Kimi
-    k1.5's partial rollouts). If no group of the batch has ended by then, its answers get as many again, beside as many
+    k1.5's partial rollouts). If the batch has no group to train by then, its answers get as many again, beside as many
     new prompts. Surplus groups are kept as with keep_surplus. Unset: only max_response_tokens limits an answer."""
     repetition: RepetitionSection = RepetitionSection()
     """Options for ending answers that repeat themselves."""

@@ -169,12 +169,12 @@ class BatchFiller:
             aborted = flight.stopping and (missing or entry.unscored)
             if aborted or entry.is_set_aside(self._size):
                 self._parts.collector.counters.groups_aborted += bool(aborted)
-                self._parts.collector.discard_unscored(entry)
+                self._parts.collector.count_unscored(entry)
                 flight.unfinished.append(entry.unfinished(group_id))
                 continue
             if missing:
                 flight.incomplete.append((group_id, missing))
-                self._parts.collector.discard(entry.unfinished(group_id))
+                self._parts.collector.count_discarded(entry.unfinished(group_id))
             batch.classify(entry.group(group_id), not missing)
 
     async def _abort_in_flight(self, batch: BatchSoFar, flight: Flight) -> None:
@@ -185,7 +185,7 @@ class BatchFiller:
         aborted = time.monotonic()
         _, late = await asyncio.wait(flight.calls, timeout=deadlines.abort)
         scoring = {call for call in late if any(entry.unscored for entry in flight.calls[call].values())}
-        if scoring:  # All that is left is scoring and a teacher; both have deadlines of their own.
+        if scoring:  # All that is left is scoring, and then a teacher.
             await asyncio.wait(scoring, timeout=deadlines.score)
         stuck = [call for call in flight.calls if not call.done()]
         if stuck:

@@ -175,11 +175,11 @@ class RolloutCollector:
         except (RuntimeError, DeadlineError) as error:
             self._notices.warn(f"generation could not be ended: {error}")
 
-    def discard(self, group: UnfinishedGroup) -> None:
+    def count_discarded(self, group: UnfinishedGroup) -> None:
         """Count the tokens of a group that will not be finished."""
         self.counters.aborted_tokens += group.generated_tokens
 
-    def discard_unscored(self, entry: GroupInFlight) -> None:
+    def count_unscored(self, entry: GroupInFlight) -> None:
         """Count the tokens of a group's finished answers for which verdict or teacher did not come in time."""
         unscored = [rollout for i, rollout in entry.rollouts.items() if i not in entry.verdicts]
         self.counters.aborted_tokens += sum(rollout.generated_length for rollout in unscored)

@@ -153,7 +153,7 @@ def without_lost_experts(record: RecordedGroup) -> RecordedGroup:
 
 @dataclass(slots=True)
 class Flight:
-    """What is in flight for one batch, in one `BatchFiller.fill`.
+    """What is in flight during one `BatchFiller.fill`.
 
     to_resume: groups that the previous `fill` left unfinished and that are not in flight again yet. calls: the running
     calls, with the groups that each generates. arrivals: calls that have ended; and None, a sign of life, for every

@@ -33,8 +33,8 @@ class Engine(Protocol):
         `logprobs` of its response. A rollout that could not be finished has the finish reason "abort" or is left out;
         one that stopped at its limit in `limits` has "segment". Closing the iterator early aborts what is still
         running. Many calls, each with one or more requests, may run at once: the engine itself limits how much it
-        generates concurrently. Conversations ask for one rollout per request, so a call may have several requests for
-        one group. An engine may continue from a request's `partial`, or start over.
+        generates concurrently. A call may have several requests for one group: in conversations those of its rollouts
+        that have other tokens so far. An engine may continue from a request's `partial`, or start over.
         """
         ...
 

@@ -144,7 +144,7 @@ class Sampler:
             where = await self._record_untrainable(batch, use_version + 1)
             again = ", so another is sampled" if empty < self._max_empty else ""
             batches = "a batch" if empty == 1 else f"{empty} batches in a row"
-            self._notices.warn(f"no trainable group in {batches} ({batch.why_short()}){again}; {where}")
+            self._notices.warn(f"no trainable group in {batches} ({self._why_short(batch)}){again}; {where}")
         if batch.incomplete > len(batch.filtered):
             remedy = "Most of these groups failed at every attempt: correct what the warnings before this name"
         else:
@@ -152,9 +152,12 @@ class Sampler:
                 f"{describe(batch.filtered)} Use prompts the model solves sometimes, raise "
                 "rollout.rollouts_per_prompt or rollout.prompts_per_batch, or switch the filter off"
             )
-        raise DataError(
-            f"{self._max_empty} batches in a row without a trainable group ({batch.why_short()}). {remedy}; {where}"
-        )
+        why = self._why_short(batch)
+        raise DataError(f"{self._max_empty} batches in a row without a trainable group ({why}). {remedy}; {where}")
+
+    def _why_short(self, batch: BatchSoFar) -> str:
+        unfinished = f", {len(self._unfinished)} not finished yet" if self._unfinished else ""
+        return batch.why_short() + unfinished
 
     async def _record_untrainable(self, batch: BatchSoFar, step: int) -> str:
         """Write the groups sampled so far for a step, none of which trains. Returns where they are, for a message."""
@@ -185,7 +188,7 @@ class Sampler:
 
     def _discard(self, batch: BatchSoFar, groups: Sequence[UnfinishedGroup]) -> None:
         for group in groups:
-            self._collector.discard(group)
+            self._collector.count_discarded(group)
         batch.drop(group.finished for group in groups)
 
     async def _fill(self, batch: BatchSoFar) -> None:
@@ -200,7 +203,7 @@ class Sampler:
             if self._short_batches.bit_count() == 1:
                 self._notices.notice(
                     f"batch has {len(batch.kept)} of {target} groups of {batch.rounds} rounds of prompts "
-                    f"({batch.why_short()}); going on with these"
+                    f"({self._why_short(batch)}); going on with these"
                     + (f"; {self._short_batches} batches were short so far" if self._short_batches > 1 else "")
                 )
 

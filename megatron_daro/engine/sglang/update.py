@@ -147,15 +147,15 @@ class ServerUpdate:
 
     async def probe(self) -> Mapping[str, ProbeAnswer]:
         """Return each server's answer to the probe; empty unless engine.sglang.verify is set."""
-        answers: dict[str, ProbeAnswer] = {}
+        by_name: dict[str, ProbeAnswer] = {}
 
         async def ask(server: Server) -> None:
             answer = await self._parts.probe(server, server.name in self.receiving.verified)
-            answers[server.name] = replace(answer, fresh=server.name in self._fresh)
+            by_name[server.name] = replace(answer, fresh=server.name in self._fresh)
 
         if self._options.verify:
             await self._phase("probe", ask)
-        return answers
+        return by_name
 
     def reject(self, name: str, reason: str) -> None:
         """Fence a server whose answer to the probe does not come from the policy's weights."""
