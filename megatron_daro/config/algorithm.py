@@ -40,7 +40,7 @@ READ_BY_REGION: Mapping[str, frozenset[str]] = {
 }
 """`trust_region` -> which of the options for trust regions it reads."""
 
-ALGORITHMS: Mapping[str, Traits] = {
+TRAITS: Mapping[str, Traits] = {
     "grpo": Traits(),
     "grpo_sequence": Traits(),
     "dapo": Traits(),
@@ -217,7 +217,7 @@ class DistillSection(Section):
 class AlgorithmSection(Section):
     """The loss."""
 
-    name: Annotated[str, OneOf(tuple(ALGORITHMS))] = "daro"
+    name: Annotated[str, OneOf(tuple(TRAITS))] = "daro"
     """The algorithm: advantage, filter, and weighting of the token losses (docs/algorithms.md). module:Class: a
     subclass of megatron_daro.algo.weighting.Algorithm of your own."""
     options: dict[str, Any] = {}
@@ -269,7 +269,7 @@ class AlgorithmSection(Section):
     @property
     def traits(self) -> Traits | None:
         """What this algorithm means for other options; None for an algorithm of your own, whose class says it."""
-        return ALGORITHMS.get(self.name)
+        return TRAITS.get(self.name)
 
     @property
     def shapes_rewards(self) -> bool:

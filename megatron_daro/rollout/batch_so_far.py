@@ -17,7 +17,11 @@ group."""
 
 
 class BatchSoFar:
-    """The groups of one batch so far, by outcome. incomplete: how many were dropped because rollouts were missing."""
+    """The groups of one batch so far, by outcome.
+
+    incomplete: how many were dropped because rollouts were missing. rounds: of prompts, in all flights. ended: groups
+    whose generation ended for this batch, without the surplus that it began with; ended_kept: those that are kept.
+    """
 
     def __init__(self, ledger: Ledger, *, rollouts_per_prompt: int, kept_bins: Collection[int]) -> None:
         """Begin empty.
@@ -33,12 +37,12 @@ class BatchSoFar:
         self.dropped: list[Group] = []
         self.incomplete = 0
         self.rounds = 0
-        self.fresh_kept = 0
-        self.fresh_total = 0
+        self.ended_kept = 0
+        self.ended = 0
 
     def classify(self, group: Group, complete: bool) -> None:
         """Keep, filter or drop a group whose generation has ended."""
-        self.fresh_total += 1
+        self.ended += 1
         if not complete:
             self.incomplete += 1
             self.drop([group])
@@ -47,7 +51,7 @@ class BatchSoFar:
             self.filtered.append(group)
         else:
             self.kept.append(group)
-            self.fresh_kept += 1
+            self.ended_kept += 1
 
     def drop(self, groups: Iterable[Group]) -> None:
         """Drop outstanding groups."""
@@ -62,10 +66,10 @@ class BatchSoFar:
             prior: the share to begin from. prior_groups: how many groups it counts for; 0: it holds only until one has
                 ended.
         """
-        if not self.fresh_total + prior_groups:
+        if not self.ended + prior_groups:
             return max(LOWEST_KEEP_RATE, prior)
-        kept = self.fresh_kept + prior * prior_groups
-        return max(LOWEST_KEEP_RATE, kept / (self.fresh_total + prior_groups))
+        kept = self.ended_kept + prior * prior_groups
+        return max(LOWEST_KEEP_RATE, kept / (self.ended + prior_groups))
 
     def why_short(self) -> str:
         """Say how many groups were filtered and dropped, for a message."""

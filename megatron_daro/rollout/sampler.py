@@ -193,9 +193,9 @@ class Sampler:
 
     async def _fill(self, batch: BatchSoFar) -> None:
         """Fill the batch up. The 1st, 2nd, 4th, 8th... short batch of this process is announced."""
-        ended_before = batch.fresh_total
+        ended_before = batch.ended
         self._unfinished = await self._filler.fill(batch, self._unfinished)
-        while self._unfinished and not batch.kept and batch.fresh_total == ended_before:  # all were set aside
+        while self._unfinished and not batch.kept and batch.ended == ended_before:  # all were set aside
             self._unfinished = await self._filler.fill(batch, self._unfinished)
         target = self._section.prompts_per_batch
         if 0 < len(batch.kept) < target:

@@ -269,11 +269,11 @@ def test_a_critic_of_ones_own_is_counted_by_its_path(run_files, name, path, coun
 def test_algorithms_and_their_traits_are_those_of_algo():
     pytest.importorskip("torch", reason="algo needs torch")
     from megatron_daro.algo import weighting
-    from megatron_daro.config.algorithm import ALGORITHMS, Traits
+    from megatron_daro.config.algorithm import TRAITS, Traits
 
-    assert list(ALGORITHMS) == [*weighting.ALGORITHMS, *weighting.WITH_CRITIC]
+    assert list(TRAITS) == [*weighting.ALGORITHMS, *weighting.WITH_CRITIC]
     for name, cls in {**weighting.ALGORITHMS, **weighting.WITH_CRITIC}.items():
-        assert ALGORITHMS[name] == Traits(
+        assert TRAITS[name] == Traits(
             critic="values" in (cls.token_columns or ()),
             difficulty_weights=issubclass(cls, weighting.Daro),
             own_surrogate=cls.own_objective is not weighting.Algorithm.own_objective,
