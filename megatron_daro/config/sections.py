@@ -201,13 +201,15 @@ class RolloutSection(Section):
     segment_tokens: int | None = Field(default=None, ge=1)
     """Most tokens that an answer gets per batch; a longer answer is set aside and goes on in the next batch (Kimi
     k1.5's partial rollouts). If the batch has no group to train by then, its answers get as many again, beside as many
-    new prompts. Surplus groups are kept as with keep_surplus. Unset: only max_response_tokens limits an answer."""
+    new prompts. Surplus groups are kept as with keep_surplus. With finish_batch enough a batch may also end within a
+    segment; so a long answer may take more batches than it has segments, and its group be dropped as too old. Unset:
+    only max_response_tokens limits an answer."""
     repetition: RepetitionSection = RepetitionSection()
     """Options for ending answers that repeat themselves."""
 
     @property
     def segments(self) -> int:
-        """Number of segments of the longest answer, one per batch."""
+        """Number of segments of the longest answer."""
         return math.ceil(self.max_response_tokens / (self.segment_tokens or self.max_response_tokens))
 
     @property
@@ -217,8 +219,8 @@ class RolloutSection(Section):
 
     @property
     def batches_kept(self) -> int:
-        """For how many batches after the one in which it began a group may be kept: until its last segment has ended,
-        and one more as surplus."""
+        """For how many batches after the one in which it began a group may be kept: with segments until the last one
+        has ended, if no batch ends within one, and one more as surplus."""
         return self.segments if self.segment_tokens is not None else int(self.keep_surplus)
 
     @property
@@ -233,7 +235,7 @@ class RolloutSection(Section):
 
     @property
     def batches_ahead(self) -> int:
-        """By how many batches generation runs ahead: few enough that kept groups are not too old when they train."""
+        """By how many batches generation runs ahead: few enough for groups that are kept for `batches_kept` batches."""
         return max(self.max_staleness - self.batches_kept, 0)
 
     def finish_batch_with(self, *, one_batch_at_a_time: bool) -> FinishBatch:

@@ -1,4 +1,4 @@
-"""What a verifier is, how one is named, and the reasons a verdict can carry.
+"""What a verifier is, and how one is named.
 
 Rollout text and gold answer -> Verdict. Model answers are data here: a run evaluates
 them in limited worker processes only. Refuses unknown verifier names and empty markers.

@@ -148,7 +148,7 @@ class Healing:
         await self._look()
         return bool(self.state.lost)
 
-    async def settle(self) -> None:
+    async def finish_snapshot(self) -> None:
         """Wait until the snapshot under way is committed, so that a death during the next step costs only that step."""
         await self.repeated(self._finish_pending)
 

@@ -151,7 +151,7 @@ class PolicyGroup:
     async def train(self, prepared: PreparedStep, step: int) -> StepResult:
         """Do one optimizer step. The shards of a step from `prepare` are in Ray's store already."""
         async with self._busy:
-            await self._healing.settle()
+            await self._healing.finish_snapshot()
             result = await self._healing.repeated(lambda: self._train(prepared, step))
             await self._healing.trained(prepared.batch, step)
             self.version, self._steps_done = step, self._steps_done + 1

@@ -86,7 +86,7 @@ def segments(config: Config) -> Iterator[Problem]:
                 allowed = f"unset with {what}: an answer there begins anew and does not go on"
                 yield wrong(config, "rollout.segment_tokens", allowed, "set rollout.segment_tokens=null", beside=field)
         if rollout.max_staleness < needed:
-            allowed = f"at least {needed}, the batches that the longest answer takes: else it is dropped"
+            allowed = f"at least {needed}, the segments of the longest answer: with fewer it is always dropped"
             beside = "rollout.segment_tokens rollout.max_response_tokens"
             yield wrong(config, "rollout.max_staleness", allowed, f"set rollout.max_staleness={needed}", beside=beside)
     if config.algorithm.repetition_penalty and rollout.repetition.tokens is None:
