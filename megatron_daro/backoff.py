@@ -5,5 +5,5 @@ _MOST_DOUBLINGS = 32
 
 
 def backoff_s(failures: int, *, first_s: float, longest_s: float) -> float:
-    """Return the pause: `first_s` without earlier failures, doubled by each of them, up to `longest_s`."""
+    """Return the pause: `first_s`, doubled by each failure, up to `longest_s`."""
     return min(first_s * 2 ** min(failures, _MOST_DOUBLINGS), longest_s)

@@ -80,8 +80,7 @@ def convert(
         bool, typer.Option("--dry-run", help="Look at the source and say what would be written; write nothing.")
     ] = False,
 ) -> None:
-    """Convert a checkpoint: --hf to Megatron's format, --megatron to Hugging Face's or another of Megatron's, the mean
-    of several (--average), or one with an adapter added to it (--merge)."""
+    """Convert a checkpoint between Hugging Face's format and Megatron's, average several, or merge an adapter."""
     if average or weights or merge:
         others: dict[str, object] = {"--megatron": megatron, "--hf-config": hf_config}
         others |= {"--format": format_, "--dtype": dtype}

@@ -1,7 +1,7 @@
 """Mathematical answers: extraction, pre-filter, outer shape, then math-verify for the leaves.
 
-`screen` runs in the calling process, cheap and bounded, and yields a Verdict or a Job; `judge`, which a run calls in a
-worker process, decides the job; it and `gold_problem` import math-verify and sympy. Units and words after a value are
+`screen` runs in the pool's own process, cheap and bounded, and yields a Verdict or a Job; `judge`, which a run calls in
+a worker process, decides the job; it and `gold_problem` import math-verify and sympy. Units and words after a value are
 cut off if they do not change it; words that scale a number (`million`) are a factor, and those that hedge (`maybe not`)
 or join (`or six`) make it another value, or none. An answer that merely restates the problem, such as the unevaluated
 sum it asks for, is refused before any comparison, since an algebra system would do the missing work; what the gold

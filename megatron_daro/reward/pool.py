@@ -1,8 +1,9 @@
 """The pool of killable verifier workers: scores pairs in order, within limits, without one answer harming another.
 
-(rollout text, gold) -> screen here -> worker processes (worker_pool/) -> Verdict.
-Refuses to start with limits that cannot work, and to score after close. A timed-out, oversized or crashing answer
-is a Verdict (`timeout`, `memory`, `crash`), never an exception.
+(rollout text, gold) -> screened in this process -> worker processes (worker_pool/) -> Verdict.
+This process is the driver, or an actor of Ray (runtime/node_pools.py). Refuses to start with limits that cannot work,
+and to score after close. A timed-out, oversized or crashing answer is a Verdict (`timeout`, `memory`, `crash`), never
+an exception.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ class Colocation:
     async def to_policy(self) -> None:
         """Release the engine's memory, then onload the policy."""
         await self._within("memory", self._engine.release_memory(), what="of the engine")
-        self.policy_is_ready = self._has_worked = True
         move = await self._within("memory", self._policy.onload(KINDS_OF_MEMORY), what="of the policy")
+        self.policy_is_ready = self._has_worked = True
         self._metrics["memory/servers_left_bytes"] = float(move.others)
         self._tell(self._servers_left.observe(move.others))
 

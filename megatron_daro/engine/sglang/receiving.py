@@ -106,7 +106,7 @@ class Receiving:
         except RefusedError:
             return
         last = self._end.last_checksums
-        shown, last[server] = compare_checksums(
+        shown, last[server] = judge_checksums(
             _read_checksums(server, answer), digests, facts_of(server), last.get(server, LastChecksums())
         )
         if shown:
@@ -295,7 +295,7 @@ class LastChecksums:
     checksums: Mapping[tuple[int, str], str] = field(default_factory=dict)
 
 
-def compare_checksums(
+def judge_checksums(
     ranks: Sequence[Mapping[str, str]], digests: Mapping[str, Digest], facts: ServerFacts, last: LastChecksums
 ) -> tuple[bool, LastChecksums]:
     """Compare the checksums of a server's ranks with what was sent.
