@@ -194,9 +194,9 @@ class RolloutSection(Section):
     """Keep what a batch leaves over for the next one: complete groups beyond prompts_per_batch, and unfinished groups
     (single answers with their tokens so far). Needs max_staleness >= 1."""
     finish_batch: Literal["auto", FinishBatch] = "auto"
-    """all: a batch waits for all groups that were begun, so a run repeats exactly if the engine's answers do; enough: a
-    batch ends once prompts_per_batch groups are trainable; auto: all with an engine that works on one batch at a time
-    (embedded), else enough."""
+    """all: a batch waits for all groups that were begun, so a run repeats exactly if the engine's answers do and
+    generation runs at most one batch ahead; enough: a batch ends once prompts_per_batch groups are trainable; auto: all
+    with an engine that works on one batch at a time (embedded), else enough."""
 
     segment_tokens: int | None = Field(default=None, ge=1)
     """Most tokens that an answer gets per batch; a longer answer is set aside and goes on in the next batch (Kimi

@@ -68,7 +68,8 @@ def old_and_new(section: RolloutSection, unfinished: int, wanted: int) -> tuple[
 class WaitForAll:
     """Groups begin in rounds, and the next round begins when all groups of this one have ended. A round is one engine
     call (and retries for what it lacks), which suits an engine that decodes one batch at a time. The content of a batch
-    depends only on the saved state and the answers, so with an engine that repeats (embedded) the run does, too."""
+    depends only on the saved state and the answers. So with an engine that repeats (embedded) the run does, too, while
+    generation runs at most one batch ahead: from two on it depends on timing which batch gets new weights first."""
 
     group_by_group = False
 

@@ -123,7 +123,7 @@ class Healing:
         assert self._limits is not None, "who replaces nobody kills nobody"
         await end_frozen(looked_at, lambda rank: rank.snapshots.remote(), hung_s=self._limits.hung_s, warn=self._warn)
 
-    async def repeated(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def retried(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of collective work. If ranks are lost meanwhile, heal and repeat it, even if it returned: a
         call that is aborted may return an incomplete result.
 
@@ -150,14 +150,14 @@ class Healing:
 
     async def finish_snapshot(self) -> None:
         """Wait until the snapshot under way is committed, so that a death during the next step costs only that step."""
-        await self.repeated(self._finish_pending)
+        await self.retried(self._finish_pending)
 
     async def trained(self, batch: StepBatch, step: int) -> None:
         """Record a finished step, and begin a snapshot of the ranks' present state."""
         if self.keeps == "none":
             return
         self._take(states.Trained(batch, step))
-        await self.repeated(self._snapshot_if_needed)
+        await self.retried(self._snapshot_if_needed)
 
     async def _snapshot_if_needed(self) -> None:
         """Begin a snapshot, unless healing has already taken one of this state."""

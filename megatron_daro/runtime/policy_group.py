@@ -134,7 +134,7 @@ class PolicyGroup:
         """Return the batch with the columns that `AlgorithmSection.passes` names, computed with the current weights, or
         with the reference's for its column. The shards stay in Ray's store for `train`."""
         async with self._busy:
-            return await self._healing.repeated(lambda: self._prepare(batch))
+            return await self._healing.retried(lambda: self._prepare(batch))
 
     async def _prepare(self, batch: StepBatch) -> PreparedStep:
         if self._algorithm.old_logprobs == "rollout":
@@ -152,7 +152,7 @@ class PolicyGroup:
         """Do one optimizer step. The shards of a step from `prepare` are in Ray's store already."""
         async with self._busy:
             await self._healing.finish_snapshot()
-            result = await self._healing.repeated(lambda: self._train(prepared, step))
+            result = await self._healing.retried(lambda: self._train(prepared, step))
             await self._healing.trained(prepared.batch, step)
             self.version, self._steps_done = step, self._steps_done + 1
         return dataclasses.replace(result, metrics={**result.metrics, **self._healing.counts})
@@ -199,14 +199,14 @@ class PolicyGroup:
 
     async def write(self, files: WeightFiles) -> SendReport:
         """Write the weights as one HF checkpoint, whole or not at all."""
-        return await self._healing.repeated(lambda: weight_export.write(self.ranks, files))
+        return await self._healing.retried(lambda: weight_export.write(self.ranks, files))
 
     async def logprobs_of(
         self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False
     ) -> list[np.ndarray]:
         """Return float32 [R] log-probs of each rollout's response, from logits divided by `temperature`. base: without
         adapters."""
-        return await self._healing.repeated(lambda: self._logprobs_of(rollouts, temperature, base))
+        return await self._healing.retried(lambda: self._logprobs_of(rollouts, temperature, base))
 
     async def _logprobs_of(self, rollouts: Sequence[Rollout], temperature: float, base: bool) -> list[np.ndarray]:
         batch = Sequences.of(rollouts)
@@ -241,7 +241,7 @@ class PolicyGroup:
             LostSaveError: a rank died and was replaced meanwhile, and a step was done since.
         """
         async with self._busy:
-            await self._healing.repeated(lambda: self._start_save(directory))
+            await self._healing.retried(lambda: self._start_save(directory))
             steps_done, replacements = self._steps_done, self._healing.replacements
         captured()
         try:
@@ -265,7 +265,7 @@ class PolicyGroup:
                 await self._start_save(directory)
                 await self.ranks.all(lambda worker: worker.finish_save.remote())
 
-            await self._healing.repeated(anew)
+            await self._healing.retried(anew)
 
     async def load(self, directory: Path) -> None:
         """Continue from a directory that `save` wrote."""
