@@ -384,7 +384,7 @@ class Controller:
         self.step = minibatch.step
         metrics = {**result.metrics, **of_batch, **self._book_metrics()}
         if minibatch.last:
-            metrics |= await self._end_batch(minibatch.version)
+            metrics |= await self._end_batch(minibatch.batch_version)
         with self._parts.phases.measure("write"):
             await self._write_rollouts(minibatch, resolved, applied=not result.skipped)
             await self._write_metrics(minibatch, metrics, prepared.batch)

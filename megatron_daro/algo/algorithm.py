@@ -342,7 +342,9 @@ class Algorithm(ABC):
         return 0.0
 
     def begin_batch(self) -> None:  # noqa: B027
-        """Note that a batch of rollouts begins; called on every rank before the batch's first optimizer step."""
+        """Note that a batch of rollouts begins. Called on every rank before the batch's first optimizer step, and not
+        undone if that step is skipped; a replay does not call it for a batch all of whose steps were skipped. So do
+        here only what may as well be done at the next batch's beginning, such as to average what `learn` collected."""
 
     def learn(self, step_stats: StepStats) -> None:  # noqa: B027
         """Learn from a step that is applied; called once per step, on every rank with the same numbers."""

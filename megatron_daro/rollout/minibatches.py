@@ -43,8 +43,8 @@ class MiniBatch:
     generated_tokens: int = 0
 
     @property
-    def version(self) -> int:
-        """The policy's weight version when the batch began to train."""
+    def batch_version(self) -> int:
+        """The policy's weight version before the batch's first step."""
         return self.first_step - 1
 
     def record(self, *, applied: bool) -> RecordedMiniBatch:

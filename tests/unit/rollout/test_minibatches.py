@@ -42,7 +42,7 @@ def test_mini_batches_are_consecutive_and_as_even_as_can_be():
     batch = batch_of(*range(5), filtered=(group(9),))
     minibatches, unused = planned(batch, 4, minibatches_per_batch=3)
     assert [[g.group_id for g in one.groups] for one in minibatches] == [[0], [1, 2], [3, 4]] and unused == []
-    assert [(one.step, one.version, one.first_step, one.epoch) for one in minibatches] == [
+    assert [(one.step, one.batch_version, one.first_step, one.epoch) for one in minibatches] == [
         (i, 4, 5, 1) for i in (5, 6, 7)
     ]
     assert [one.first for one in minibatches] == [True, False, False] == [one.last for one in reversed(minibatches)]
@@ -72,7 +72,7 @@ def test_a_recorded_batch_has_its_recorded_steps():
     records = RecordedMiniBatch(7, 7, 1, (1, 0), False), RecordedMiniBatch(8, 7, 2, (0, 1), True)
     batch = batch_of(0, 1, recorded=records)
     minibatches, _ = planned(batch, 6)
-    assert [(one.step, one.trains, one.epoch, one.first_step, one.version) for one in minibatches] == [
+    assert [(one.step, one.trains, one.epoch, one.first_step, one.batch_version) for one in minibatches] == [
         (7, False, 1, 7, 6), (8, True, 2, 7, 6),
     ]  # fmt: skip
     assert [[g.group_id for g in one.groups] for one in minibatches] == [[1, 0], [0, 1]]
