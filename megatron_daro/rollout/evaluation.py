@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.stops import Stops
 from megatron_daro.data.templates import HeldOut
-from megatron_daro.deadlines import TRIES, Deadlines
+from megatron_daro.deadlines import TRIES, Deadlines, mark_as_seen
 from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.step_lines import StepLines
 from megatron_daro.rollout.minibatches import passed
@@ -224,7 +224,9 @@ class Evaluations:
         """Begin to evaluate the weights of this step. Its metrics line is held until it has the numbers."""
         assert self._under_way is None, "the one before was waited for"
         lines.hold(step)
-        self._under_way = _UnderWay(step, asyncio.ensure_future(self._measure(step, lines)), lines)
+        work = asyncio.ensure_future(self._measure(step, lines))
+        work.add_done_callback(mark_as_seen)  # its error, if the run ends for another reason before `ended` raises it
+        self._under_way = _UnderWay(step, work, lines)
 
     def cancel(self) -> int | None:
         """Cancel the evaluation under way and return its step; None where there is none."""

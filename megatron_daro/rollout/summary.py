@@ -65,7 +65,9 @@ def step_metrics(minibatch: MiniBatch, columns: StepBatch, steps_per_batch: int)
     metrics |= _divergence(minibatch.groups)
     metrics["rollout/epoch"] = float(minibatch.epoch)
     metrics["rollout/generated_tokens"] = float(minibatch.generated_tokens)
-    return metrics | {"rollout/staleness_mean": mean_staleness(minibatch.groups, minibatch.batch_version, steps_per_batch)}
+    return metrics | {
+        "rollout/staleness_mean": mean_staleness(minibatch.groups, minibatch.batch_version, steps_per_batch)
+    }
 
 
 def _divergence(groups: Iterable[Group]) -> dict[str, float]:
