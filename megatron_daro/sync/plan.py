@@ -104,7 +104,7 @@ class SendFailure:
 
     kind: "refused": it refused the weights, which is its own fault (in a broadcast, a refusal counts as such only if
     nothing else failed); "unanswered": no answer came from it; "group": the connection that carried the bytes broke,
-    whoever broke it.
+    whoever broke it, or cannot carry them at all.
     """
 
     kind: Literal["refused", "unanswered", "group"]

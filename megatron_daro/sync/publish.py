@@ -40,8 +40,8 @@ class WeightExporter(Protocol):
         ...
 
     async def export(self, plan: SendPlan) -> SendReport:
-        """Send everything as the plan says. Failures of receivers are reported, not raised. SyncError: the weights
-        cannot be sent by this transport; LostSenderError: a rank died meanwhile, and was replaced."""
+        """Send everything as the plan says. What receivers did not get is reported, not raised. SyncError: the ranks
+        cannot send what the plan asks for; LostSenderError: a rank died meanwhile, and was replaced."""
         ...
 
     async def write(self, files: WeightFiles) -> SendReport:
