@@ -276,7 +276,7 @@ class Controller:
 
     async def _watch(self, generator: asyncio.Task) -> None:
         """Cancel generation and a running evaluation when a stop is requested; `_train` finishes its batch."""
-        await self._stop.wait()  # The one wait without a deadline: for a person.
+        await self._stop.wait()  # Without a deadline: it waits for a person.
         generator.cancel()
         step = self._parts.evaluations.cancel()
         if step is not None:

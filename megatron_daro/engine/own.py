@@ -287,7 +287,7 @@ class OwnEngine:
 class _OwnUpdate:
     """One update: the policy writes files and the engine loads them; if that fails, it generates no more. `prepare`
     always returns files, so `blame` is never called, and `accept` only after `install`. Nothing is probed: if weights
-    were not loaded, `mismatch/kl` of the next step shows it."""
+    were not loaded, `mismatch/logprob_abs_max` of the next step shows it."""
 
     def __init__(self, engine: OwnEngine, version: int, directory: Path) -> None:
         self._engine, self._version, self._directory = engine, version, directory

@@ -34,7 +34,8 @@ class Mixed:
         verdicts: dict[int, Verdict] = {}
         for name, own in self._by_name.items():
             places = [i for i, (_, prompt) in enumerate(rollouts) if self._names[prompt.source] == name]
-            verdicts |= zip(places, await own.score([rollouts[i] for i in places]), strict=True)
+            if places:
+                verdicts |= zip(places, await own.score([rollouts[i] for i in places]), strict=True)
         return [verdicts[i] for i in range(len(rollouts))]
 
     def counters(self) -> dict[str, int]:

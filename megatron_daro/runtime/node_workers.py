@@ -202,14 +202,14 @@ class NodeWorkers:
             self.restarts += 1
             self._warn(f"{slot.reason}. It is started again ({slot.restarts} of {MAX_RESTARTS} times)")
             await asyncio.sleep(backoff_s(slot.restarts - 1, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S))
-            nodes = alive_nodes()
-            if slot.node not in nodes:
-                slot.node = nodes[slot.number % len(nodes)]
-            self._place(slot)
             try:
+                nodes = alive_nodes()
+                if slot.node not in nodes:
+                    slot.node = nodes[slot.number % len(nodes)]
+                self._place(slot)
                 start = gather({slot.name: slot.handle.ready.remote()})
                 await self._deadlines.within("workers_start", start, what=slot.name)
-            except DaroError as error:  # also the worker's own: verifiers that cannot start, a missing tokenizer
+            except (DaroError, RayError) as error:  # also the worker's own: verifiers that cannot start, no tokenizer
                 slot.reason = str(error)
                 self._end(slot)
                 continue

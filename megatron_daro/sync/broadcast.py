@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import queue
 import socket
@@ -342,25 +343,28 @@ class BroadcastSender(TransportSender):
         return _told_apart(failures, error, "broadcast failed", bodies)
 
     async def _join(self, plan: SendPlan) -> dict[str, SendFailure]:
-        """Make the group of this rank and these servers, unless it exists. Returns failures by server."""
+        """Make the group, unless it exists: this rank is its first, the ranks of the servers follow. Returns failures
+        by server."""
         if self._group is not None and self._joined == plan.targets:
             return {}
         await self._end_groups(plan.timeout_s)
         self._name = f"megatron_daro-{uuid.uuid4().hex[:12]}"
         seconds = min(plan.timeout_s, _LONGEST_JOIN_S)
-        store, port = listening_store(self._host, plan.world_size, seconds)
+        *offsets, world_size = itertools.accumulate((target.ranks for target in plan.targets), initial=1)
+        store, port = listening_store(self._host, world_size, seconds)
         common = {
             "master_address": self._host,
             "master_port": port,
-            "world_size": plan.world_size,
+            "world_size": world_size,
             "group_name": self._name,
             "backend": self._backend,
         }
-        bodies = {t.name: common | {"rank_offset": t.rank_offset} for t in plan.targets}
+        parts = zip(plan.targets, offsets, strict=True)
+        bodies = {target.name: common | {"rank_offset": offset} for target, offset in parts}
         self._groups = dict.fromkeys((target.url for target in plan.targets), self._name)
         limits = {"join_s": seconds, "broadcast_s": plan.timeout_s}
         own = asyncio.wrap_future(
-            in_thread(lambda: SendGroup.join(self._name, plan.world_size, store, backend=self._backend, **limits))
+            in_thread(lambda: SendGroup.join(self._name, world_size, store, backend=self._backend, **limits))
         )
         failures = await self._to_all("/init_weights_update_group", bodies, plan)
         await asyncio.wait({own})

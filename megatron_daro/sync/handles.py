@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from megatron_daro.errors import SyncError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Connect, Post, SendFailure, SendPlan, SendReport
 from megatron_daro.sync.transport_sender import TransportSender, posted_to_all, read_to_its_end
@@ -100,9 +101,8 @@ async def _push_all(buckets: Iterable[WeightBucket], plan: SendPlan, connect: Co
     async with connect() as post:
         for bucket in buckets:  # blocks the event loop while gathering, but nothing else runs on it
             if not bucket.data.is_cuda:
-                refusal = SendFailure("group", "engine.sglang.sync tensor needs weights on a GPU")
-                failures = dict.fromkeys((target.name for target in plan.targets), refusal)
-                break
+                where = bucket.data.device
+                raise SyncError(f"engine.sglang.sync tensor needs weights on a GPU, got {where}: set distributed")
             failures = await _push_bucket(bucket, plan, post)
             num_bytes += bucket.data.nbytes
             if failures:

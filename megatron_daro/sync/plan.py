@@ -42,12 +42,10 @@ class ReceivingWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A receiver. url: address of a server. rank_offset: its first rank in the group; ranks: how many it has there.
-    worker: for the transport `ray`."""
+    """A receiver. url: address of a server. ranks: how many it has. worker: for the transport `ray`."""
 
     name: str
     url: str = ""
-    rank_offset: int = 1
     ranks: int = 1
     worker: ReceivingWorker | None = None
 
@@ -75,11 +73,6 @@ class SendPlan:
     fp8_blocks: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def world_size(self) -> int:
-        """Ranks of the broadcast group: one sender and the ranks of all servers."""
-        return 1 + sum(target.ranks for target in self.targets)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFiles:
@@ -104,7 +97,7 @@ class SendFailure:
 
     kind: "refused": it refused the weights, which is its own fault (in a broadcast, a refusal counts as such only if
     nothing else failed); "unanswered": no answer came from it; "group": the connection that carried the bytes broke,
-    whoever broke it, or cannot carry them at all.
+    whoever broke it.
     """
 
     kind: Literal["refused", "unanswered", "group"]

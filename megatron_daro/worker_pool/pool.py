@@ -322,7 +322,7 @@ class WorkerPool:
                 attempt += 1
                 most = _ATTEMPTS_IF_KILLED if worker.killed_at_start else attempts
                 if attempt >= most or self._closing.wait(
-                    backoff_s(attempt, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+                    backoff_s(attempt - 1, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
                 ):
                     raise
                 self._count(failed_starts=1)

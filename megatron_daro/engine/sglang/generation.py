@@ -131,8 +131,7 @@ class ServerGeneration:
             if not request.indices:
                 break
             try:
-                rollouts = await self._try(run, request)
-                failures += not run.take(rollouts)  # nothing new is a failure: such a server is not asked for ever
+                await self._try(run, request)
             except RefusedError as error:
                 raise EngineError(f"prompt {request.prompt.id}: the server refused the request: {error}") from error
             except (UnreachableError, BadAnswerError, LostWorkerError, _GivenUpError) as error:
@@ -143,12 +142,13 @@ class ServerGeneration:
                 await until_stopped(asyncio.sleep(_pause_s(failures)), run.stop)
         return run.collected()
 
-    async def _try(self, run: RunningRequest, request: GroupRequest) -> tuple[Rollout, ...]:
-        """Ask one server for all missing samples of a request; return none if it is stopped before one has room."""
+    async def _try(self, run: RunningRequest, request: GroupRequest) -> None:
+        """Ask one server for all missing samples of a request and keep what comes; do nothing if the request is stopped
+        before a server has room."""
         tokens_of = {index: self._estimate(request, index) for index in request.indices}
         server = await self._server_with_room(run, request, sum(tokens_of.values()))
         if server is None:
-            return ()
+            return
         version, adapter = server.version or 0, server.adapter
         server.adapters[adapter] += 1
         calls = calls_of(
@@ -166,6 +166,8 @@ class ServerGeneration:
         try:
             rollouts = await self._ask(server, calls, version)
             self._check_versions(server, request, rollouts)
+            if not run.take(rollouts) and not run.stop.is_set():
+                raise BadAnswerError(f"{server.name} aborted all answers before a new token had come")
         except (UnreachableError, BadAnswerError) as error:
             run.failed_on = server
             if isinstance(error, CutShortError):
@@ -184,7 +186,6 @@ class ServerGeneration:
         self._last_servers.note(request, server)
         ended_now = (r for name, r in zip(ids, rollouts, strict=True) if name in last)
         self._fleet.learn_lengths(r.response_length for r in ended_now if r.finish_reason != "abort")
-        return rollouts
 
     async def _server_with_room(self, run: RunningRequest, request: GroupRequest, tokens: int) -> Server | None:
         """Reserve room for a request on a server; returns None if the request is stopped first."""
@@ -294,7 +295,7 @@ def _new_versions(request: GroupRequest, rollout: Rollout) -> Iterator[int]:
 
 def _pause_s(failures: int) -> float:
     """Return the pause before the next try, with jitter: many requests fail at the same moment."""
-    return backoff_s(failures, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
+    return backoff_s(failures - 1, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
 
 
 @dataclass(eq=False)

@@ -91,14 +91,9 @@ class ServerUpdate:
             servers = await self._opened()
         if not servers:
             return None
-        targets, offset = [], 1
-        for server in servers:
-            ranks = facts_of(server).tensor_parallel
-            targets.append(Target(server.name, server.url, offset, ranks))
-            offset += ranks
         plan = SendPlan(
             transport=self._options.sync,
-            targets=tuple(targets),
+            targets=tuple(Target(one.name, one.url, facts_of(one).tensor_parallel) for one in servers),
             bucket_bytes=self._bucket_bytes(),
             timeout_s=self._options.sync_timeout_s,
             digest_dtype=facts_of(servers[0]).dtype if self._options.verify else "",

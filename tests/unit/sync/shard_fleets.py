@@ -48,7 +48,7 @@ class Fleet:
             for server in range(case.servers)
             for rank in range(ranks)
         }
-        self.targets = tuple(Target(f"server {s}", f"http://{s}", 1, ranks) for s in range(case.servers))
+        self.targets = tuple(Target(f"server {s}", f"http://{s}", ranks) for s in range(case.servers))
         self.refusing = {}
 
     @asynccontextmanager

@@ -27,7 +27,7 @@ from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, T
 from megatron_daro.sync.senders import SENDERS, Senders
 from megatron_daro.sync.transport_sender import TransportSender
 
-PLAN = SendPlan(transport="ray", targets=(Target("a", "http://a", 1, 2),), bucket_bytes=64, timeout_s=100.0)
+PLAN = SendPlan(transport="ray", targets=(Target("a", "http://a", 2),), bucket_bytes=64, timeout_s=100.0)
 
 
 def named(count=4):
@@ -98,7 +98,7 @@ def test_handles_are_handed_out_bucket_by_bucket_until_somebody_fails(monkeypatc
         if body["serialized_named_tensors"][0] == base64.b64encode(b"t2").decode() and url != "http://c":
             raise RefusedError("not mine") if url == "http://a" else EngineError("reset")
 
-    targets = tuple(Target(name, f"http://{name}", 1, ranks) for name, ranks in (("a", 2), ("b", 1), ("c", 1)))
+    targets = tuple(Target(name, f"http://{name}", ranks) for name, ranks in (("a", 2), ("b", 1), ("c", 1)))
     report = handles.HandleSender(lambda: nullcontext(post)).send(named(5), replace(PLAN, targets=targets))
     assert report.failures == {"a": SendFailure("refused", "not mine"), "b": SendFailure("unanswered", "reset")}
     assert (report.num_bytes, len(calls)) == (192, 9)
@@ -186,7 +186,7 @@ class Servers:
 
 
 def plan_of(*names):
-    targets = tuple(Target(name, f"http://{name}", 1 + 2 * place, 2) for place, name in enumerate(names))
+    targets = tuple(Target(name, f"http://{name}", 2) for name in names)
     return replace(PLAN, transport="distributed", targets=targets)
 
 

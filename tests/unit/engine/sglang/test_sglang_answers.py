@@ -117,7 +117,7 @@ def test_a_partial_rollout_is_continued(tmp_path):
 def test_a_server_that_aborts_a_partial_rollout_before_its_next_token_is_no_stranger(tmp_path):
     request = replace(group(0, count=1), partial={0: cut(0, [1, 1], version=0)})
     ((rollout,), _, asked_again) = answers_of(tmp_path, request, [one([], "abort", spans=())])
-    assert (rollout.version_spans, rollout.finish_reason, asked_again) == (((0, 2), (1, 10)), "length", 0)
+    assert (rollout.version_spans, rollout.finish_reason, asked_again) == (((0, 2), (1, 10)), "length", 1)
 
 
 WORDS = {1: "7", 2: "</a>", 3: "a>\n", 4: "</", 5: "<", 6: "/", 7: "a", 8: ">"}

@@ -29,6 +29,15 @@ def altered(stub, change):
     return answer
 
 
+def aborting(stub):
+    """The stub ends every sample before its first token."""
+
+    async def answer(request, body):
+        return await answered(request, body, [stub.one([], "abort") for _ in body["input_ids"]])
+
+    return answer
+
+
 def test_a_group_is_one_request_with_all_its_samples(tmp_path):
     async def scenario():
         async with serving(tmp_path, count=1, decode=lambda ids: f"{len(ids)} tokens") as fleet:
@@ -146,14 +155,18 @@ def test_failures_with_successes_between_do_not_add_up(tmp_path):
     run(scenario())
 
 
-def test_a_group_that_always_fails_comes_back_as_nothing_with_a_warning(tmp_path):
+@pytest.mark.parametrize(
+    ("failure", "told"), [(lambda stub: answering(500), "told to"), (aborting, "aborted")], ids=["500", "aborted"]
+)
+def test_a_group_that_always_fails_comes_back_as_nothing_with_a_warning(tmp_path, failure, told):
     async def scenario():
         async with serving(tmp_path) as fleet:
             for stub in fleet.stubs:
-                stub.answers["/generate"] = answering(500)
+                stub.answers["/generate"] = failure(stub)
             assert await collect(fleet.engine, [group(3)]) == []
             assert [stub.calls["/generate"] for stub in fleet.stubs] == [4, 4]
-            assert any("group 3" in text and "told to" in text for text in fleet.warnings)
+            assert any("group 3" in text and told in text for text in fleet.warnings)
+            assert fleet.engine.metrics()["engine/retries"] == 8
 
     run(scenario())
 
@@ -204,17 +217,6 @@ def test_samples_that_were_whole_are_not_asked_for_again(tmp_path):
             ]
             assert [r.index for r in rollouts] == [0, 1, 2] and rollouts[0].tokens[3:].tolist() == [9] * 12
             assert {r.response_length for r in rollouts} == {12}
-
-    run(scenario())
-
-
-def test_a_server_that_ends_everything_at_once_is_not_asked_for_ever(tmp_path):
-    async def scenario():
-        async with serving(tmp_path, count=1) as fleet:
-            stub = fleet.stubs[0]
-            stub.generated = lambda body: [stub.one([], "abort") for _ in body["input_ids"]]
-            assert await collect(fleet.engine, [group(0)]) == []
-            assert stub.calls["/generate"] == 8
 
     run(scenario())
 
