@@ -3,7 +3,7 @@
     Controller._generate             its turn (batches_ahead), then the lock of the engine
       Sampler.sample                 one batch
         BatchFiller.fill             the next call that ends, until the batch is complete
-          calls in flight            finish_batch "all": one for a round of groups; "enough": one for each group
+          calls in flight            one for a round of groups, or one for each group (filling.py)
             Rollouter.generate       the engine: an answer (SingleTurn), or turn by turn (environments/)
             RolloutCollector.score   the verifiers, while other answers are still generated
     Controller._train                the next SampledBatch; after its last step the engine gets the weights

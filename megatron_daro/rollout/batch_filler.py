@@ -74,7 +74,7 @@ class BatchFiller:
             await self._begin_groups(batch, flight)
             while flight.calls:
                 self._take_groups(batch, flight, await self._next_ended(flight))
-                if self._filling.is_enough(batch, flight):
+                if batch.kept and self._filling.is_enough(batch, flight):
                     break
                 await self._begin_groups(batch, flight)
             if flight.calls:
@@ -122,13 +122,13 @@ class BatchFiller:
     async def _generate(self, flight: Flight, groups: dict[int, GroupInFlight]) -> None:
         """Generate these groups, and retry at once what they still lack, up to the last attempt."""
         for tried in range(TRIES):
-            wanted = {i: entry for i, entry in groups.items() if entry.wanted(self._size)}
-            if flight.stopping or not wanted:
+            left = {i: entry for i, entry in groups.items() if entry.to_generate(self._size)}
+            if flight.stopping or not left:
                 return
             if tried > 0:
-                for group_id in wanted:
+                for group_id in left:
                     self._parts.ledger.retry(group_id)
-            requests = [self._parts.collector.request(i, entry) for i, entry in wanted.items()]
+            requests = [self._parts.collector.request(i, entry) for i, entry in left.items()]
             await self._attempt(flight, requests, groups)
 
     async def _attempt(
@@ -165,7 +165,7 @@ class BatchFiller:
         if call.done() and not call.cancelled():
             call.result()
         for group_id, entry in sorted(groups.items()):
-            missing = entry.missing(self._size)
+            missing = entry.missing_rollouts(self._size)
             aborted = flight.stopping and (missing or entry.unscored)
             if aborted or entry.is_set_aside(self._size):
                 self._parts.collector.counters.groups_aborted += bool(aborted)

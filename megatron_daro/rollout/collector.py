@@ -88,16 +88,16 @@ class RolloutCollector:
         self._template, self._opens_thinking, self._teacher = template, opens_thinking, teacher
 
     def request(self, group_id: int, entry: GroupInFlight) -> GroupRequest:
-        """Return a request, at the current attempt, for the rollouts that this flight still wants of a group."""
-        wanted = entry.wanted(self.rollouts_per_prompt)
+        """Return a request, at the current attempt, for the rollouts of a group that this flight still generates."""
+        indices = entry.to_generate(self.rollouts_per_prompt)
         return GroupRequest(
             group_id,
             self._ledger.attempt(group_id),
             entry.prompt,
-            wanted,
+            indices,
             self._sampling,
-            partial={i: entry.partial[i] for i in wanted if i in entry.partial},
-            limits=self._limits(entry, wanted),
+            partial={i: entry.partial[i] for i in indices if i in entry.partial},
+            limits=self._limits(entry, indices),
         )
 
     def _limits(self, entry: GroupInFlight, indices: Sequence[int]) -> dict[int, int]:
@@ -123,7 +123,7 @@ class RolloutCollector:
             if not self._ledger.accepts(rollout.group_id, rollout.attempt):
                 continue
             entry = groups.get(rollout.group_id)
-            if entry is None or rollout.index not in entry.missing(self.rollouts_per_prompt):
+            if entry is None or rollout.index not in entry.missing_rollouts(self.rollouts_per_prompt):
                 if rollout.finish_reason != "abort":
                     self._ledger.refuse()
                 continue

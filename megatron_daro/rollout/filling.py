@@ -20,9 +20,9 @@ and four times the prompts would be admitted."""
 
 class Filling(Protocol):
     """A way to fill a batch. `BatchFiller.fill` asks `wanted` when a flight begins. When an engine call has ended and
-    its groups are in the batch, it asks `is_enough` and, if not, `wanted` again. Nothing is asked between two such
-    ends: a way that ends batches by the clock needs a change of `fill`, too, where `_next_ended` waits for the next end
-    and ends the run at its deadline.
+    its groups are in the batch, it asks `is_enough`, if the batch keeps a group, and, if not, `wanted` again. Nothing
+    is asked between two such ends: a way that ends batches by the clock needs a change of `fill`, too, where
+    `_next_ended` waits for the next end and ends the run at its deadline.
 
     group_by_group: whether each group is an engine call of its own, so that a batch can end as soon as enough groups
     have; otherwise groups that begin together are one call.
@@ -31,7 +31,7 @@ class Filling(Protocol):
     group_by_group: bool
 
     def is_enough(self, batch: BatchSoFar, flight: Flight) -> bool:
-        """Whether the batch is complete although groups are still in flight. False as long as it keeps none."""
+        """Whether the batch is complete although groups are still in flight; it keeps at least one."""
         ...
 
     def wanted(self, batch: BatchSoFar, flight: Flight, missing: int) -> int:

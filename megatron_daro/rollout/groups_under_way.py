@@ -47,18 +47,18 @@ class GroupInFlight:
     partial: dict[int, Rollout] = field(default_factory=dict)
     tokens_before: dict[int, int] = field(default_factory=dict)
 
-    def missing(self, rollouts_per_prompt: int) -> tuple[int, ...]:
+    def missing_rollouts(self, rollouts_per_prompt: int) -> tuple[int, ...]:
         """Return the indices without a finished rollout."""
         return tuple(i for i in range(rollouts_per_prompt) if i not in self.rollouts)
 
-    def wanted(self, rollouts_per_prompt: int) -> tuple[int, ...]:
+    def to_generate(self, rollouts_per_prompt: int) -> tuple[int, ...]:
         """Return the missing indices that this flight still generates: those that are not set aside."""
         set_aside = {i for i, rollout in self.partial.items() if rollout.finish_reason == "segment"}
-        return tuple(i for i in self.missing(rollouts_per_prompt) if i not in set_aside)
+        return tuple(i for i in self.missing_rollouts(rollouts_per_prompt) if i not in set_aside)
 
     def is_set_aside(self, rollouts_per_prompt: int) -> bool:
         """Whether rollouts are missing and all of them are set aside."""
-        return bool(self.missing(rollouts_per_prompt)) and not self.wanted(rollouts_per_prompt)
+        return bool(self.missing_rollouts(rollouts_per_prompt)) and not self.to_generate(rollouts_per_prompt)
 
     @property
     def unscored(self) -> bool:

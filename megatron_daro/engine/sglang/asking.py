@@ -2,9 +2,9 @@
 
     Question -> POST /generate (client.py) -> checked and made into rollouts (replies.py)
 
-Each answer arrives when it has ended, as an event of a stream or in a request of its own. Its room on the server is
-then free for other requests, and it is kept if the others of its group fail. Only a server with
---incremental-streaming-output answers a request as a whole.
+Each answer arrives when it has ended, as an event of a stream or in a request of its own, and its room on the server is
+then free for other requests. If the connection breaks, the answers that had ended are kept; if one does not fit, none
+is. Only a server with --incremental-streaming-output answers a request as a whole.
 
 `DirectAsker` does this in the process that makes it; each of the run's answer workers (runtime/answer_workers.py) has
 one. It knows nothing of fleets, retries or other groups; the engine decides what a failure means.
