@@ -79,16 +79,16 @@ BuildColumns = Callable[[Sequence[Group], int], StepBatch]
 class Parts:
     """What a controller drives.
 
-    engine: None in a replay. checkpoints, recorder, evaluations, export: left out where the run has none.
-    experts: files of the experts that servers chose; None without routing replay.
-    export: writes the trained policy out, given the number of steps. closers: what else to close at the end, by name,
-    after engine and policy.
-    gpus: decides whether policy or engine has the GPUs that they share. drift: warns when the log-probs of engine and
-    trainer drift apart. environment_of_source: data source -> name of its environment, where there are several.
+    batches: sampled, or replayed. engine: None in a replay. checkpoints, recorder, evaluations, export: left out where
+    the run has none. experts: files of the experts that servers chose; None without routing replay. export: writes the
+    trained policy out, given the number of steps. closers: what else to close at the end, by name, after engine and
+    policy. gpus: decides whether policy or engine has the GPUs that they share. drift: warns when the log-probs of
+    engine and trainer drift apart. environment_of_source: data source -> name of its environment, where there are
+    several.
     """
 
     policy: ExportingPolicy
-    source: BatchSource
+    batches: BatchSource
     build: BuildColumns
     metrics: MetricsSink
     progress: Progress
@@ -156,7 +156,7 @@ class Controller:
         """
         await self._within("load", self._parts.policy.load(checkpoint), what=str(checkpoint))
         waiting = await self._within("load", asyncio.to_thread(read_waiting, checkpoint), what=str(checkpoint))
-        self._parts.source.load_state_dict(state["sampler"], waiting)
+        self._parts.batches.load_state_dict(state["sampler"], waiting)
         self.step = state["step"]
         self._saving.go_on_from(self.step)
         self._pace.go_on_from(self.step, state["batches_done"])
@@ -288,7 +288,7 @@ class Controller:
             while await self._within("training", self._pace.may_generate(index), what=f"batch {index}"):
                 async with self._engine_use():
                     with self._parts.phases.measure("rollout"):
-                        batch = await self._parts.source.sample(self._pace.planned_step)
+                        batch = await self._parts.batches.sample(self._pace.planned_step)
                 if batch is None:
                     break
                 self._pace.sampled(planned_steps(batch, self._pace.planned_step, self._section))
@@ -324,7 +324,7 @@ class Controller:
         """Do all optimizer steps of one batch, epoch by epoch, and what belongs to them up to the metrics."""
         self._last_batch = batch
         # Checkpoints from now on hold this batch's snapshot or a later one, in which all other groups are finished.
-        self._parts.source.ledger.forget_outcomes(but=batch.snapshot.handed_over)
+        self._parts.batches.ledger.forget_outcomes(but=batch.snapshot.handed_over)
         minibatches, unused = plan_minibatches(batch, self.step, self._section)
         self._resolve(unused, "dropped")
         # All before the first step: old log-probs are those of the weights that the batch began with.
@@ -495,16 +495,16 @@ class Controller:
     def _resolve_step(self, minibatch: MiniBatch, *, trained: bool) -> tuple[Group, ...]:
         """Resolve this step's groups in the ledger and return those: as trained with the first step that trains them,
         as dropped where no step of the batch, this one being the last, trained them."""
-        outstanding, later = self._parts.source.ledger.is_outstanding, frozenset() if trained else minibatch.again
+        outstanding, later = self._parts.batches.ledger.is_outstanding, frozenset() if trained else minibatch.again
         groups = [g for g in minibatch.groups if outstanding(g.group_id) and g.group_id not in later]
         self._resolve(groups, "trained" if trained else "dropped")
         return tuple(groups)
 
     def _resolve(self, groups: Sequence[Group], outcome: Outcome) -> None:
-        self._parts.source.ledger.finish([group.group_id for group in groups], outcome)
+        self._parts.batches.ledger.finish([group.group_id for group in groups], outcome)
 
     def _book_metrics(self) -> dict[str, float]:
-        ledger = self._parts.source.ledger
+        ledger = self._parts.batches.ledger
         return {f"rollout/groups_{state}": float(count) for state, count in ledger.counts().items()} | {
             "rollout/retries": float(ledger.retries),
             "rollout/late_refused": float(ledger.late_refused),
@@ -529,7 +529,7 @@ class Controller:
             "step": step,
             "batches_done": self._pace.batches_done,
             "skipped_steps": self._skips.total,
-            "sampler": batch.snapshot.to_json(self._parts.source.ledger.outcomes),
+            "sampler": batch.snapshot.to_json(self._parts.batches.ledger.outcomes),
         }
         waiting = batch.snapshot.waiting()
 

@@ -46,7 +46,8 @@ INSIDE: Mapping[str, tuple[str, ...]] = {
     "training": ("build", "logprob", "train", "sync", "evaluate", "save", "write"),
 }
 """Wait -> what may run inside it for all of its own time: other waits (in lines above, with what is inside them) and
-limits that users set (see `Deadlines.of`). `abort` and `close` contain nothing: they cut short what they end.
+limits that users set (see `Deadlines.of`). `abort` and `close` contain nothing: they cut short what they end, and a
+complete batch waits for the verdicts and teacher of further groups no longer than `score`.
 
 Single limits are compared, not amounts of work: an evaluation of very many answers needs a larger
 `trainer.deadline_scale`. `verdicts` allows each answer of one round its full time; a pool whose workers die again and

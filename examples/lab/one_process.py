@@ -203,7 +203,7 @@ async def _train(run: RunContext, algorithm: Algorithm, inputs: Inputs, metrics:
         config.trainer,
         Parts(
             policy=policy,
-            source=made.sampler,
+            batches=made.sampler,
             build=parts.batch_builder(config, algorithm),
             metrics=metrics,
             progress=run.progress,

@@ -41,13 +41,13 @@ SGLangTransport = Literal["distributed", "shards", "disk", "tensor", "adapters"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """Facts about one transport, for rules, placement and the start. An update reads only `loader`: the transport's
-    class in `RECEIVING` decides what servers are told, and its line in `EXPORTS` which ranks send, and when.
+    """Facts about one transport, for rules, placement and the start. Of an update, the transport's class in `RECEIVING`
+    decides what servers are told, and its line in `EXPORTS` which ranks send, and when.
 
     calls: calls that a server must offer for it, beside those that every run needs.
     only_sglang: the only SGLang version whose parameters are known; empty: any version that offers the calls.
     loader: what servers load buckets with that SGLang cannot load itself: `module.function` of sync/in_server/. They
-        are started with it, and each call of an update names it.
+        are started with it; the sender has to name it in each of its calls, as sync/shard_sender.py does.
     options: options of engine.sglang that only this transport reads.
     collective: both ends are ranks of one communicator, so they need the same NCCL.
     shard_plan: each rank of the policy sends what it holds to those server ranks that need it, by a plan made from both

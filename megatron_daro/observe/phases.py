@@ -23,7 +23,8 @@ _NO_PHASES = frozenset(
 
 
 def phase_keys(keys: Iterable[str]) -> list[str]:
-    """Return the keys of metrics that are times of phases. None is part of another, except `reward` of `rollout`."""
+    """Return the keys of metrics that are times of phases. None is part of another, except `reward` of `rollout`, and
+    `sync_wait`, in which training waits for `rollout` or `evaluate` to end."""
     return [key for key in keys if key.startswith("timing/") and key.endswith("_s") and key not in _NO_PHASES]
 
 

@@ -32,13 +32,13 @@ _BURST = 64
 class RolloutParts:
     """What sampling works with.
 
-    section: the configuration's rollout section. rollouter: generates and scores. source: gives prompts. ledger: the
+    section: the configuration's rollout section. rollouter: generates and scores. ledger: the
     books. collector: takes answers in and has them scored. notices: for warnings about dropped groups.
     """
 
     section: RolloutSection
     rollouter: Rollouter
-    source: PromptSource
+    prompts: PromptSource
     ledger: Ledger
     collector: RolloutCollector
     notices: Notices
@@ -117,7 +117,7 @@ class BatchFiller:
         if count <= 0:
             return {}
         flight.admitted += count
-        return admit(self._parts.source, self._parts.ledger, count)
+        return admit(self._parts.prompts, self._parts.ledger, count)
 
     async def _generate(self, flight: Flight, groups: dict[int, GroupInFlight]) -> None:
         """Generate these groups, and retry at once what they still lack, up to the last attempt."""
@@ -185,13 +185,14 @@ class BatchFiller:
         aborted = time.monotonic()
         _, late = await asyncio.wait(flight.calls, timeout=deadlines.abort)
         scoring = {call for call in late if any(entry.unscored for entry in flight.calls[call].values())}
-        if scoring:  # All that is left is scoring, and then a teacher.
+        if scoring:  # Scoring is left, and then a teacher. The batch is complete: what takes longer is left behind.
             await asyncio.wait(scoring, timeout=deadlines.score)
         stuck = [call for call in flight.calls if not call.done()]
         if stuck:
+            groups = sorted(group_id for call in stuck for group_id in flight.calls[call])
             self._parts.notices.warn(
-                f"{len(stuck)} groups did not end within {time.monotonic() - aborted:.0f} s of their abort (the "
-                f"first: group {min(flight.calls[stuck[0]])}); they are left behind with what is finished and scored. "
+                f"{len(groups)} groups did not end within {time.monotonic() - aborted:.0f} s of their abort (the "
+                f"first: group {groups[0]}); they are left behind with what is finished and scored. "
                 "Look at the log of the engine, or of the teacher"
             )
             await self._cancel(stuck)

@@ -25,10 +25,10 @@ from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 class RolloutCounters:
     """What sampling has cost since the run began. Each is the metric rollout/NAME, and checkpoints keep it.
 
-    aborted_tokens: generated tokens that were thrown away, because their rollout was not finished, started over, was
-    not judged in time, or lost its files of experts. groups_aborted: groups that were unfinished when their batch was
-    full. groups_resumed: unfinished groups that were continued, including those that were only set aside.
-    batches_empty: tries to fill a batch that gave no trainable group.
+    aborted_tokens: generated tokens that were thrown away, other than those of complete groups: because their group was
+    given up, or their rollout started over, was not judged in time, or lost its files of experts. groups_aborted:
+    groups that were unfinished when their batch was full. groups_resumed: unfinished groups that were continued,
+    including those that were only set aside. batches_empty: tries to fill a batch that gave no trainable group.
     """
 
     batches_empty: int = 0

@@ -114,7 +114,7 @@ class PromptSource(Protocol):
     """An endless, restartable stream of prompts."""
 
     def next(self, n: int) -> list[Prompt]:
-        """Return the next n prompts; wraps around at the end of an epoch."""
+        """Return the next n prompts; there always are more, since prompts come again."""
         ...
 
     def observe(self, groups: Sequence[Group]) -> None:

@@ -52,7 +52,7 @@ class Sampler:
             recorder: writes batches without a trainable group; None: they are not written.
         """
         self._section = parts.section
-        self._source = parts.source
+        self._prompts = parts.prompts
         self._notices = parts.notices
         self._collector = parts.collector
         self._rollouter = parts.rollouter
@@ -89,7 +89,7 @@ class Sampler:
             )
 
     def _load(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup]) -> None:
-        self._source.load_state_dict(state["source"])
+        self._prompts.load_state_dict(state["source"])
         self.ledger.load_state_dict(state["ledger"])
         size, saved = self._section.rollouts_per_prompt, waiting
         waiting = [without_lost_experts(record) for record in saved]
@@ -137,7 +137,7 @@ class Sampler:
             if batch.kept:
                 tokens = self._collector.fresh_tokens - tokens_before
                 ended = [group for group in (*batch.kept, *batch.filtered) if group.group_id not in surplus_ids]
-                self._source.observe(sorted(ended, key=lambda group: group.group_id))
+                self._prompts.observe(sorted(ended, key=lambda group: group.group_id))
                 return self._complete(batch, time.perf_counter() - started, tokens)
             empty += 1
             self._collector.counters.batches_empty += 1
@@ -224,7 +224,7 @@ class Sampler:
             filtered=tuple(batch.filtered),
             dropped=tuple(batch.dropped),
             snapshot=Snapshot(
-                dict(self._source.state_dict()), self.ledger.state_dict(), self._surplus, counters, self._unfinished
+                dict(self._prompts.state_dict()), self.ledger.state_dict(), self._surplus, counters, self._unfinished
             ),
             rounds=batch.rounds,
             rollout_s=seconds,

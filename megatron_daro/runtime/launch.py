@@ -135,18 +135,18 @@ async def _train(
     placement = parts.placement(run, engines=not isinstance(inputs, ReplaySource))
     policy = parts.policy_group(run, placement, trains=True)
     generation: parts.Generation | None = None
-    source: BatchSource
+    batches: BatchSource
     if isinstance(inputs, ReplaySource):
-        source = inputs
+        batches = inputs
     else:
         generation = parts.generation(run, inputs, algorithm, placement)
-        source = generation.sampler
+        batches = generation.sampler
     config = run.config
     controller = Controller(
         config.trainer,
         Parts(
             policy=policy,
-            source=source,
+            batches=batches,
             build=parts.batch_builder(config, algorithm),
             metrics=metrics,
             progress=run.progress,

@@ -147,7 +147,7 @@ def generation_with(
     rollout_parts = RolloutParts(
         section=rollout,
         rollouter=rollouter,
-        source=inputs.prompts,
+        prompts=inputs.prompts,
         ledger=ledger,
         collector=collector,
         notices=run.progress,

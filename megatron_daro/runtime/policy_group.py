@@ -158,7 +158,7 @@ class PolicyGroup:
         return dataclasses.replace(result, metrics={**result.metrics, **self._healing.counts})
 
     async def repeat(self, batch: StepBatch, step: int) -> StepResult:
-        """Do a step again, from a batch that has its columns."""
+        """Do a step again, from a batch that has its columns. For `Healing` alone: the caller holds `_busy`."""
         return await self._train(PreparedStep(batch), step)
 
     async def _train(self, prepared: PreparedStep, step: int) -> StepResult:

@@ -195,7 +195,7 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
     )
     parts = Parts(
         policy=group,
-        source=sampler,
+        batches=sampler,
         build=lambda groups, step: build_step_batch(groups, GRPO),
         metrics=disk,
         progress=progress,

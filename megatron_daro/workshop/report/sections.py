@@ -275,7 +275,8 @@ def _time(run: RunData) -> Plot | None:
         return None
     caption = (
         "Wall time of the nine longest phases, stacked, longest at the bottom; dotted: the whole step. Areas above the "
-        "dotted line mean that phases overlapped (reward runs within rollout); 'other' is time in which no phase ran."
+        "dotted line mean that phases overlapped (reward runs within rollout, sync_wait waits for its end); 'other' is "
+        "time in which no phase ran."
     )
     return Plot("Time per phase", caption, traces, layout("time (s per step)", rangemode="tozero"))
 

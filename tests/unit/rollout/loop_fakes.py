@@ -362,7 +362,7 @@ def make_sampler(
         **shared,
     )
     parts = RolloutParts(
-        section=section, rollouter=rollouter, source=source, ledger=ledger, collector=collector, **shared
+        section=section, rollouter=rollouter, prompts=source, ledger=ledger, collector=collector, **shared
     )
     options = {"finish_batch": "all"} | options | {"kept_bins": kept_bins, "steps_per_batch": steps_per_batch}
     return Sampler(parts, scorer, **options)
@@ -386,7 +386,7 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
 
     parts = Parts(
         policy=policy,
-        source=sampler,
+        batches=sampler,
         build=lambda groups, step: build_step_batch(groups, GRPO),
         metrics=metrics,
         progress=progress,

@@ -35,7 +35,7 @@ def replay(recorded, run, steps=6, trainer=None, **changes):
         engine=None,
         evaluations=Evaluations(),
         policy=FakePolicy(),
-        source=source_of(recorded, section),
+        batches=source_of(recorded, section),
         metrics=MetricsLog(run, tensorboard=False),
         checkpoints=None,
         progress=FakeProgress(),
