@@ -274,7 +274,7 @@ async def one_step(config: Any, inputs: Any, run_dir: Path, tokens: int, watch: 
             config.trainer,
             Parts(
                 policy=group,
-                source=made.sampler,
+                batches=made.sampler,
                 build=parts.batch_builder(config, algorithm),
                 metrics=metrics,
                 progress=progress,
