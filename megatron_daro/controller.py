@@ -21,11 +21,11 @@ due, evaluates them as step 0. Then three coroutines run in one task group:
 With batches_ahead 0 generation and training alternate; with 1 or more they overlap. The code is the same.
 
 `_train_batch` is one batch: plan its optimizer steps; build the columns of every step of the first epoch and compute
-the log-probs that the loss needs; then for each step train and mark its groups in the ledger; after the last step sync
-the weights and evaluate; write the rollouts, then the metrics. A checkpoint that is due follows the batch. With shared
-GPUs it waits until the policy has them back, before the next batch trains. Its files are written while training goes on
-(`BackgroundSave`). The policy's weight version is the number of the last step, skipped steps included. `shutdown`
-closes all parts. Policy, engine and source of batches are Protocols.
+the log-probs that the loss needs; then for each step train, mark its groups in the ledger, and write the rollouts, then
+the metrics; those of the last step after syncing the weights and beginning an evaluation. A checkpoint that is due
+follows the batch. With shared GPUs it waits until the policy has them back, before the next batch trains. Its files are
+written while training goes on (`BackgroundSave`). The policy's weight version is the number of the last step, skipped
+steps included. `shutdown` closes all parts. Policy, engine and source of batches are Protocols.
 
 Three locks, always taken in this order: `_engine_lock` (the engine either generates or is changed as a whole; only a
 server that rejoins gets its weights while others generate), `WeightSync`'s (one sync or comparison at a time), and the
@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -285,8 +285,8 @@ class Controller:
     async def _generate(self) -> None:
         index = self._pace.batches_done
         try:
-            while await self._within("training", self._pace.may_generate(index), what=f"batch {index}"):
-                async with self._engine_use():
+            while await self._pace.may_generate(index):
+                async with self._engine_lock:
                     with self._parts.phases.measure("rollout"):
                         batch = await self._parts.batches.sample(self._pace.planned_step)
                 if batch is None:
@@ -299,14 +299,9 @@ class Controller:
             raise
         self._queue.put_nowait(None)
 
-    def _engine_use(self) -> AbstractAsyncContextManager[None]:
-        """Hold the engine exclusively: for a batch, a weight sync, an evaluation, or while the policy takes its memory.
-        An evaluation beside generation holds it only while it begins; each sync waits for its end separately."""
-        return self._parts.deadlines.holding("engine_free", self._engine_lock)
-
     async def _train(self) -> None:
         while self.step < self._section.steps and not self._stop.is_set():
-            batch = await self._within("batch", self._queue.get(), what=f"for step {self.step + 1}")
+            batch = await self._queue.get()
             if batch is None:
                 if not self._stop.is_set():
                     self._parts.progress.warn(_RECORDING_ENDS.format(step=self.step, steps=self._section.steps))
@@ -422,7 +417,7 @@ class Controller:
         """Bring the policy back to the GPUs that it shares with the engine; without them it cannot train or save."""
         if not self._parts.gpus.policy_is_ready:
             await self._parts.evaluations.ended()
-            async with self._engine_use():
+            async with self._engine_lock:
                 with self._parts.phases.measure("to_policy"):
                     await self._parts.gpus.to_policy()
 
@@ -438,7 +433,7 @@ class Controller:
         async with AsyncExitStack() as engine:
             with self._parts.phases.measure("sync_wait"):
                 await self._parts.evaluations.ended()  # its answers are all of the version that the engine has
-                await engine.enter_async_context(self._engine_use())
+                await engine.enter_async_context(self._engine_lock)
             if self._weight_sync:
                 with self._parts.phases.measure("sync"):
                     metrics = await self._publish(f"step {self.step}")

@@ -2,16 +2,16 @@
 
 The loop awaits everything outside itself through `Deadlines.within`, or with one of these limits, so that a hung
 engine, verifier, policy or disk ends as a DeadlineError that names what was awaited, even if it ignores being
-cancelled. Not here: limits of single messages (a block of a snapshot, a bucket of weights, a call of a server's actor),
-which hold on any machine, and the limits that users set for servers, verifiers and environments (`engine.sglang`,
-`reward`, `environment`).
+cancelled. Where one of its parts waits for another (the next batch, the engine's lock, the end of an evaluation), no
+limit is needed: the other's waits have theirs. Not here: limits of single messages (a block of a snapshot, a bucket of
+weights, a call of a server's actor), which hold on any machine, and the limits that users set for servers, verifiers
+and environments (`engine.sglang`, `reward`, `environment`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -23,7 +23,8 @@ _MARGIN_S = 600.0
 """How much longer a wait is than the longest one inside it."""
 STARTS, TRIES = 3, 3
 """STARTS: how often in a row the only server is started (engine/sglang/fleet.py). TRIES: how often a group's missing
-rollouts are requested before the group is dropped, or in an evaluation before the set is left out (rollout/)."""
+rollouts are requested while one batch fills before the group is dropped, or in an evaluation before the set is left out
+(rollout/)."""
 
 INSIDE: Mapping[str, tuple[str, ...]] = {
     "collective": ("update_call",),  # the other ranks gather the next bucket of weights while a server takes one
@@ -41,9 +42,6 @@ INSIDE: Mapping[str, tuple[str, ...]] = {
     "score": ("workers_start", "verdicts"),
     "next_group": ("engine_start", "only_server", "request", "conversation", "score", "teacher", "abort"),
     "evaluate": ("engine_start", "only_server", "request", "conversation", "verdicts"),
-    "batch": ("next_group", "write"),
-    "engine_free": ("next_group", "write", "sync", "evaluate"),
-    "training": ("build", "logprob", "train", "sync", "evaluate", "save", "write"),
 }
 """Wait -> what may run inside it for all of its own time: other waits (in lines above, with what is inside them) and
 limits that users set (see `Deadlines.of`). `abort` and `close` contain nothing: they cut short what they end, and a
@@ -79,12 +77,6 @@ class Deadlines:
     """Until the verdicts of one group arrive, from when its answers are handed in: they queue behind other groups'."""
     teacher: float = 7200.0
     """A teacher's log-probs for the answers of a group or round, while other groups queue for it too."""
-    engine_free: float = 28800.0
-    """Until the engine is free, that is until the batch, sync or evaluation that uses it has ended."""
-    training: float = 28800.0
-    """Until enough batches are trained for the next one to be generated; for each optimizer step until then."""
-    batch: float = 28800.0
-    """Until the next batch is complete."""
     build: float = 600.0
     """Building the columns of one optimizer step, or the metrics of a batch."""
     logprob: float = 14400.0
@@ -120,7 +112,6 @@ class Deadlines:
         cls,
         scale: float,
         *,
-        steps_ahead: int = 1,
         server_start: float = 0.0,
         request: float = 0.0,
         update_call: float = 0.0,
@@ -130,14 +121,12 @@ class Deadlines:
         """Return the table scaled, with each wait longer than the longest one inside it.
 
         Args:
-            scale: `trainer.deadline_scale`, > 0. steps_ahead: most optimizer steps that generation may wait for. The
-                others are seconds that users allow; the scale leaves them alone.
+            scale: `trainer.deadline_scale`, > 0. The others are seconds that users allow; the scale leaves them alone.
             server_start: for one start of a server. request: for one request. update_call: for one call of a weight
             update. conversation: for all conversations of one group, one try each. verdicts: for the answers of a
             round.
         """
         waits = {name: seconds * scale for name, seconds in asdict(cls()).items()}
-        waits["training"] *= steps_ahead
         allowed = {"server_start": server_start, "only_server": STARTS * server_start, "request": request}
         allowed |= {"update_call": update_call, "conversation": TRIES * conversation, "verdicts": verdicts}
         for outer, inside in INSIDE.items():
@@ -174,21 +163,6 @@ class Deadlines:
             f"deadline '{name}'{detail}: not done after {seconds:g} s. "
             "If this is slow and not hung, raise trainer.deadline_scale; else look at the log of what was awaited"
         )
-
-    @asynccontextmanager
-    async def holding(self, name: str, lock: asyncio.Lock) -> AsyncIterator[None]:
-        """Hold a lock once it is free. Raises DeadlineError: it was not free under the deadline of this name."""
-        acquired = asyncio.ensure_future(lock.acquire())
-        try:
-            await self.within(name, acquired)
-        except asyncio.CancelledError:
-            if acquired.done() and not acquired.cancelled():  # it was acquired just as the cancellation came
-                lock.release()
-            raise
-        try:
-            yield
-        finally:
-            lock.release()
 
 
 async def _cancel(task: asyncio.Future) -> None:

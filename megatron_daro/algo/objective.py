@@ -1,8 +1,9 @@
 """The token objective of one micro-batch: surrogate, off-policy correction, KL, entropy, and reported sums.
 
 Log-probs of packed tokens (current, old, rollout, reference) become token losses and sums; the actor multiplies the
-sums per sample by the coefficients of `weighting`. Everything reported is a sum or a maximum, never a mean, so that
-micro-batches and ranks add up exactly. Values at positions that are not trained have no effect, even if they are NaN.
+sums per sample by the algorithm's coefficients (algorithm.py). Everything reported is a sum or a maximum, never a mean,
+so that micro-batches and ranks add up exactly. Values at positions that are not trained have no effect, even if they
+are NaN.
 
 Trust regions: PPO's clip (surrogate.py), GSPO (the same clip with the sequence's ratio, corrections.py), CISPO's
 clipped weight, SAPO's soft gate, and none at all (REINFORCE); "mirror" is that of kimi. The losses of CISPO, SAPO and

@@ -1,7 +1,7 @@
 """The clipped surrogate: the loss of one token.
 
-The actor's log-probs of the sampled tokens -> token losses -> weighted sums. Sums and denominators belong to
-`weighting`.
+The actor's log-probs of the sampled tokens -> token losses -> weighted sums. The algorithm's coefficients weight the
+sums (algorithm.py).
 
 Shapes: "..." is any common (broadcastable) shape.
 """

@@ -9,7 +9,8 @@
     Controller._train                the next SampledBatch; after its last step the engine gets the weights
     Evaluations                      the engine, beside generation or between two batches
 
-Each wait has a limit of `Deadlines` (deadlines.py), and the first failure ends everything that is in flight.
+All that is awaited outside the loop has a limit of `Deadlines` (deadlines.py); so what one part of the loop waits for
+in another ends, too. The first failure ends everything that is in flight.
 
 Files, in the order to read them:
 

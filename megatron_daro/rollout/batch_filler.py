@@ -32,8 +32,9 @@ _BURST = 64
 class RolloutParts:
     """What sampling works with.
 
-    section: the configuration's rollout section. rollouter: generates and scores. ledger: the
-    books. collector: takes answers in and has them scored. notices: for warnings about dropped groups.
+    section: the configuration's rollout section. rollouter: generates and scores. prompts: where new ones come from.
+    ledger: the books. collector: takes answers in and has them scored. notices: for warnings about dropped groups.
+    deadlines: of what is awaited.
     """
 
     section: RolloutSection

@@ -38,7 +38,6 @@ class RunContext:
         most_prompts = rollout.prompts_requested / LOWEST_KEEP_RATE  # of a round
         deadlines = Deadlines.of(
             config.trainer.deadline_scale,
-            steps_ahead=config.trainer.steps_per_batch * (rollout.batches_ahead + 1),
             **(of_servers if config.engine.kind == "sglang" else {}),
             conversation=max((_conversations_s(environment, size) for environment in environments), default=0.0),
             verdicts=math.ceil(most_prompts * size / reward.workers) * reward.timeout_s,

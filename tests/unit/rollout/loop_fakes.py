@@ -40,7 +40,7 @@ from megatron_daro.types import PreparedStep, Prompt, Rollout, SamplingParams, S
 K = 4
 GRPO = make_algorithm("grpo", rollouts_per_prompt=K, max_response_tokens=64)
 NEVER = 10_000.0
-FAST = Deadlines(**dict.fromkeys(("next_group", "train", "sync", "score", "close", "batch", "save", "abort"), 20.0))
+FAST = Deadlines(**dict.fromkeys(("next_group", "train", "sync", "score", "close", "save", "abort"), 20.0))
 EVALUATE = {"eval_every_steps": 3}
 """Of a trainer."""
 

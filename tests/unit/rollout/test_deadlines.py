@@ -92,29 +92,6 @@ def told_to_the_loop(scenario) -> list:
     return told
 
 
-def test_a_lock_is_free_again_whenever_who_waits_for_it_is_cancelled():
-    async def scenario(turns):
-        lock = asyncio.Lock()
-        await lock.acquire()
-
-        async def user():
-            async with Deadlines().holding("engine_free", lock):
-                await asyncio.Event().wait()
-
-        task = asyncio.ensure_future(user())
-        for _ in range(4):
-            await asyncio.sleep(0)
-        lock.release()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        assert not lock.locked()
-
-    for turns in range(5):
-        asyncio.run(scenario(turns))
-
-
 def test_work_goes_on_to_its_end_though_the_caller_is_cancelled():
     ended = []
 
