@@ -45,7 +45,7 @@ from tiny_task import save_tokenizer
 from megatron_daro.config import resolve
 from megatron_daro.config.base import filled
 from megatron_daro.config.placement import demand_of
-from megatron_daro.controller import Controller, Parts
+from megatron_daro.controller import Controller, LoopParts
 from megatron_daro.engine.sglang.fleet import Fleet
 from megatron_daro.garbage import spare_event_loop
 from megatron_daro.observe.metrics import MetricsLog
@@ -272,7 +272,7 @@ async def one_step(config: Any, inputs: Any, run_dir: Path, tokens: int, watch: 
     with Ending(run_dir, tensorboard=False) as metrics:
         controller = Controller(
             config.trainer,
-            Parts(
+            LoopParts(
                 policy=group,
                 batches=made.sampler,
                 build=parts.batch_builder(config, algorithm),

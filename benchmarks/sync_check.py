@@ -32,7 +32,7 @@ from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.probe import probe_text
 from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.errors import EngineError
-from megatron_daro.sync.check import Outcome, UpdateCheck
+from megatron_daro.sync.check import CheckResult, UpdateCheck
 from megatron_daro.sync.plan import SendPlan
 
 SHAPE: dict[str, Any] = {
@@ -113,7 +113,7 @@ class Trial:
 
     async def _synced(
         self, version: int, sent: ModelWeights, check: UpdateCheck
-    ) -> tuple[Outcome, str, dict[str, Any]]:
+    ) -> tuple[CheckResult, str, dict[str, Any]]:
         """An update as WeightSync makes it, but nobody is given up. Returns what the log-probs say, what the checksums
         say, and (policy's, server's) log-probs of the given text."""
         (server,) = self._engine.fleet.servers

@@ -76,7 +76,7 @@ BuildColumns = Callable[[Sequence[Group], int], StepBatch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class LoopParts:
     """What a controller drives.
 
     batches: sampled, or replayed. engine: None in a replay. checkpoints, recorder, evaluations, export: left out where
@@ -122,7 +122,7 @@ class RunOutcome:
 class Controller:
     """One training run."""
 
-    def __init__(self, section: TrainerSection, parts: Parts, *, batches_ahead: int) -> None:
+    def __init__(self, section: TrainerSection, parts: LoopParts, *, batches_ahead: int) -> None:
         """Start nothing: the caller starts policy and engine.
 
         Args:

@@ -70,13 +70,13 @@ class Deadlines:
     """Until answer workers, server processes, verifiers, environment workers or a replacement rank are ready, at each
     start."""
     next_group: float = 7800.0
-    """Until the next complete group of a batch arrives, whichever it is."""
+    """Until a batch gets on: an engine call ends, its answers scored, or the answers of one of its groups come."""
     abort: float = 60.0
     """Until an engine acknowledged an abort."""
     score: float = 7200.0
     """Until the verdicts of one group arrive, from when its answers are handed in: they queue behind other groups'."""
     teacher: float = 7200.0
-    """A teacher's log-probs for the answers of a group or round, while other groups queue for it too."""
+    """A teacher's log-probs for the answers of a group, while other groups queue for it too."""
     build: float = 600.0
     """Building the columns of one optimizer step, or the metrics of a batch."""
     logprob: float = 14400.0

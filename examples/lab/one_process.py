@@ -26,7 +26,7 @@ from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.controller import Controller, Parts, RunOutcome
+from megatron_daro.controller import Controller, LoopParts, RunOutcome
 from megatron_daro.data.schedule import CostModel, schedule
 from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.engine.embedded import EmbeddedEngine
@@ -201,7 +201,7 @@ async def _train(run: RunContext, algorithm: Algorithm, inputs: Inputs, metrics:
     assert made.evaluator, "the lab gives each run a set"
     controller = Controller(
         config.trainer,
-        Parts(
+        LoopParts(
             policy=policy,
             batches=made.sampler,
             build=parts.batch_builder(config, algorithm),

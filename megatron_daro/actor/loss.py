@@ -72,9 +72,10 @@ class StepSums:
 
     @property
     def finite(self) -> bool:
-        """Whether the loss and the sums that the algorithm learns from are finite; `token_sums` are not checked."""
+        """Whether the loss and what the algorithm learns from are finite; other `token_sums` are not checked."""
         sums = torch.cat([values.reshape(-1) for values in self.step_stats.sums.values()])
-        return bool(torch.isfinite(sums).all()) and math.isfinite(self.policy_loss) and math.isfinite(self.regularizer)
+        numbers = self.step_stats.entropy, self.policy_loss, self.regularizer
+        return bool(torch.isfinite(sums).all()) and all(map(math.isfinite, numbers))
 
     @property
     def totals(self) -> StepTotals:

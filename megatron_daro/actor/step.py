@@ -6,8 +6,8 @@
     -> check of the gradients -> the algorithm learns, and the policy is updated -> the critic is updated
     -> StepResult: the same on every rank, but for times
 
-Refuses to update from an advantage, loss, loss sum or gradient that is not finite: model, optimizer and schedule stay
-as they were, the algorithm learns nothing from the step, and the result says so.
+Refuses to update from an advantage, loss, loss sum, entropy or gradient that is not finite: model, optimizer and
+schedule stay as they were, the algorithm learns nothing from the step, and the result says so.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def _reason(sums: StepSums, check: GradientCheck, critic_report: CriticReport | 
         loss, grad_norm = critic_report.metrics["critic/loss"], critic_report.grad_norm
         what = "the critic's loss or gradient norm"
     else:
-        what = "the gradient norm" if sums.finite else "the loss, or a sum of token losses or advantages,"
+        what = "the gradient norm" if sums.finite else "the loss, the entropy, or a sum of token losses or advantages,"
     return f"{what} was not finite (loss {loss}, gradient norm {grad_norm})"
 
 

@@ -140,7 +140,7 @@ class BatchFiller:
         iterator = self._parts.rollouter.generate(requests)
         try:
             async with asyncio.TaskGroup() as scoring:
-                # No deadline here: a call may queue behind others. `_next_ended` has one, for the first to end.
+                # No deadline here: a call may queue behind others. `_next_ended` has one, for the next sign of any.
                 async for rollouts in iterator:
                     finished = collector.accept(rollouts, groups)
                     if len(requests) == 1:  # its only group: nothing else is generated meanwhile

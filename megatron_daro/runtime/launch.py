@@ -24,7 +24,7 @@ from megatron_daro.config import Config
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.base import filled
 from megatron_daro.config.placement import demand_of
-from megatron_daro.controller import Controller, Parts, RunOutcome
+from megatron_daro.controller import Controller, LoopParts, RunOutcome
 from megatron_daro.deadlines import mark_as_seen
 from megatron_daro.errors import WorkerError, how_to_go_on
 from megatron_daro.garbage import spare_event_loop
@@ -144,7 +144,7 @@ async def _train(
     config = run.config
     controller = Controller(
         config.trainer,
-        Parts(
+        LoopParts(
             policy=policy,
             batches=batches,
             build=parts.batch_builder(config, algorithm),

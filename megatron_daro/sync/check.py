@@ -106,7 +106,7 @@ class _History:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CheckResult:
     """Verdicts. rejected: receiver -> why. verified: receivers that were shown to have the new weights. About receivers
     in neither, nothing is known."""
 
@@ -126,7 +126,7 @@ class UpdateCheck:
         scores: Mapping[str, tuple[np.ndarray, np.ndarray]],
         digests: Mapping[str, Digest],
         base_R: np.ndarray | None = None,
-    ) -> Outcome:
+    ) -> CheckResult:
         """Compare each receiver with the present policy and with the policy of earlier syncs.
 
         Args:
@@ -155,7 +155,7 @@ class UpdateCheck:
                 rejected[name] = reason
             elif follows or answer.verified:
                 verified.add(name)
-        return Outcome(rejected, frozenset(verified))
+        return CheckResult(rejected, frozenset(verified))
 
     def _followed(self, history: _History, now: _Report) -> tuple[bool, str]:
         """Return (whether the receiver was shown to follow the policy, why it does not, empty unless shown)."""

@@ -30,7 +30,7 @@ from virtual_loop import VirtualLoop, run
 from megatron_daro import controller as controller_module
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.sections import TrainerSection
-from megatron_daro.controller import Controller, Parts
+from megatron_daro.controller import Controller, LoopParts
 from megatron_daro.data.batch import build_step_batch
 from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import DaroError
@@ -193,7 +193,7 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         deadlines=Deadlines(),
         scorer=FakeScorer(schedule.seed),
     )
-    parts = Parts(
+    parts = LoopParts(
         policy=group,
         batches=sampler,
         build=lambda groups, step: build_step_batch(groups, GRPO),

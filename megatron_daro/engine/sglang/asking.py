@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
-from megatron_daro.engine.sglang.replies import BadAnswerError, FinishReason, Sample, StreamEvent, read, rollouts_of
+from megatron_daro.engine.sglang.replies import BadAnswerError, Sample, SampleEnd, StreamEvent, read, rollouts_of
 from megatron_daro.engine.sglang.request import Call, length_so_far
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.routed_experts import ExpertsFolder
@@ -192,7 +192,7 @@ class DirectAsker:
             await client.close()
 
 
-def _check_status(url: str, reason: FinishReason) -> None:
+def _check_status(url: str, reason: SampleEnd) -> None:
     """Raise the error for the status with which the server would have answered if it did not stream.
 
     Source: `_handle_abort_finish_reason` in sglang/srt/managers/tokenizer_manager.py, 0.5.23.

@@ -54,7 +54,7 @@ class _Reply(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class FinishReason(_Reply):
+class SampleEnd(_Reply):
     """Why a sample ended. status_code: the HTTP status that an aborted request would get if it did not stream."""
 
     type: Literal["stop", "length", "abort"]
@@ -73,7 +73,7 @@ class VersionSpan(_Reply):
 class MetaInfo(_Reply):
     """What a server says of a sample. output_token_logprobs: (log-prob, id, text) of each token."""
 
-    finish_reason: FinishReason | None = None
+    finish_reason: SampleEnd | None = None
     output_token_logprobs: Annotated[list[tuple[Logprob, TokenId, Any]], Field(fail_fast=True)] | None = None
     weight_versions: list[VersionSpan] | None = None
     routed_experts: str | None = None
@@ -128,7 +128,7 @@ class GivenText(_Reply):
 class EventMeta(_Reply):
     """finish_reason: why the sample of an event ended; None: it goes on."""
 
-    finish_reason: FinishReason | None
+    finish_reason: SampleEnd | None
 
 
 class StreamEvent(_Reply):

@@ -23,7 +23,7 @@ from weight_fakes import FakeUpdate
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.checkpoints import Checkpoints, find_latest_valid, set_newer_aside
 from megatron_daro.config.sections import RolloutSection, TrainerSection
-from megatron_daro.controller import Controller, Evaluations, Parts
+from megatron_daro.controller import Controller, Evaluations, LoopParts
 from megatron_daro.data.batch import build_step_batch
 from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import EngineError, NonFiniteError
@@ -384,7 +384,7 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
         await asyncio.sleep(0)
         return {"eval/held_out/accuracy": digest(engine.weights) % 100 / 100}
 
-    parts = Parts(
+    parts = LoopParts(
         policy=policy,
         batches=sampler,
         build=lambda groups, step: build_step_batch(groups, GRPO),
