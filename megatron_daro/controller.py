@@ -211,15 +211,19 @@ class Controller:
     async def shutdown(self) -> None:
         """Write the metrics lines that are still held; close engine, policy and the closers. A failure is reported and
         does not keep the others open."""
-        closers: dict[str, Callable[[], Awaitable[None]]] = {"metrics": self._lines.close}
+        await self._reported("metrics", self._lines.close())  # each line has the limit of a write
+        closers: dict[str, Callable[[], Awaitable[None]]] = {}
         if self._parts.engine:
             closers["engine"] = self._parts.engine.close
         closers["policy"] = self._parts.policy.close
         for name, close in (closers | dict(self._parts.closers)).items():
-            try:
-                await self._within("close", close(), what=name)
-            except Exception as error:  # The supervisor's border: the cause of the end must stay the one that is seen.
-                self._parts.progress.warn(f"closing the {name} failed: {type(error).__name__}: {error}")
+            await self._reported(name, self._within("close", close(), what=name))
+
+    async def _reported(self, name: str, closing: Awaitable[None]) -> None:
+        try:
+            await closing
+        except Exception as error:  # The supervisor's border: the cause of the end must stay the one that is seen.
+            self._parts.progress.warn(f"closing the {name} failed: {type(error).__name__}: {error}")
 
     async def unless_stopped(self, work: Awaitable[None]) -> bool:
         """Return whether the work got to its end. A stop cancels it at once; it has nothing to save."""

@@ -35,7 +35,8 @@ class Filling(Protocol):
         ...
 
     def wanted(self, batch: BatchSoFar, flight: Flight, missing: int) -> int:
-        """Return how many groups to begin now; 0 or less: none. `old_and_new` says which.
+        """Return how many groups to begin now. `old_and_new` says which; with `segment_tokens` unfinished groups begin
+        even if this is 0 or less.
 
         Args:
             missing: how many kept groups the batch still lacks to `prompts_per_batch`, the most that it trains. Groups

@@ -2,7 +2,7 @@
 
     state        held by                                          ends as
     in flight    GroupInFlight in `Flight.calls`                  kept, filtered, dropped, or unfinished
-    unfinished   UnfinishedGroup in the `Flight`, then the        in flight again in a later batch; dropped if it is
+    unfinished   UnfinishedGroup in the `Flight`, then the        in flight again in a later flight; dropped if it is
                  sampler and its Snapshot                         too old by then, or without keeps_waiting
     kept         Group in `BatchSoFar.kept`: complete, trainable  handed to the controller, or surplus
     surplus      Group in the sampler and its Snapshot: beyond    kept by the next batch; dropped if it is too old by

@@ -140,7 +140,7 @@ class PolicyGroup:
         if self._algorithm.old_logprobs == "rollout":
             batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
         if batch.opens_batch:
-            self._prepared.clear()  # left over from steps that were prepared but not trained
+            self._prepared.clear()  # left over from steps that were prepared but, in a replay, skipped
         shards, columns = await asyncio.to_thread(self._shards, batch), dict[str, Any]()
         for name in self._passes:
             columns[f"{name}_R"] = await self._run_pass(name, batch, shards)
