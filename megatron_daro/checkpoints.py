@@ -122,9 +122,15 @@ class Checkpoints:
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
-        durable.sync(self._directory)
-        pointer.replace(self._directory / LATEST)
-        durable.sync(self._directory)
+        try:
+            durable.sync(self._directory)
+            pointer.replace(self._directory / LATEST)
+            durable.sync(self._directory)
+        except OSError as error:
+            cause, advice = disk_fault(error, self._directory.parent)
+            raise CheckpointError(
+                f"{final}: whole, but it may not outlive a crash of the machine, {cause}; {advice}"
+            ) from error
 
     def _prune(self, newest: Path, notices: Notices) -> None:
         """Remove the oldest checkpoints beyond `keep`, and unfinished ones that crashes left behind."""

@@ -25,7 +25,8 @@ the log-probs that the loss needs; then for each step train, mark its groups in 
 the metrics; those of the last step after syncing the weights and beginning an evaluation. A checkpoint that is due
 follows the batch. With shared GPUs it waits until the policy has them back, before the next batch trains. Its files are
 written while training goes on (`BackgroundSave`). The policy's weight version is the number of the last step, skipped
-steps included. `shutdown` closes all parts. Policy, engine and source of batches are Protocols.
+steps included. `shutdown` closes engine, policy and what else is in `closers`. Policy, engine and source of batches are
+Protocols.
 
 Three locks, always taken in this order: `_engine_lock` (the engine either generates or is changed as a whole; only a
 server that rejoins gets its weights while others generate), `WeightSync`'s (one sync or comparison at a time), and the
@@ -44,7 +45,7 @@ from typing import Any, Literal
 from megatron_daro.checkpoints import STATE_FORMAT, BackgroundSave
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.batch import with_columns_of
-from megatron_daro.deadlines import Deadlines, first_cause, to_the_end
+from megatron_daro.deadlines import Deadlines, first_cause, mark_as_seen, to_the_end
 from megatron_daro.errors import NonFiniteError
 from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.step_lines import StepLines
@@ -110,9 +111,9 @@ class LoopParts:
 class RunOutcome:
     """How a run ended.
 
-    status: "finished": `trainer.steps` were done, or a replay reached the end of its recording, and the model was
-    exported; "stopped": ended early, with a checkpoint if a step was done; "interrupted": ended at once, without one.
-    step: optimizer steps done.
+    status: "finished": `trainer.steps` were done, or a replay reached the end of its recording, and what is to be
+    exported was; "stopped": ended early, with a checkpoint if a step was done; "interrupted": ended at once, without
+    one. step: optimizer steps done.
     """
 
     status: Literal["finished", "stopped", "interrupted"]
@@ -146,7 +147,7 @@ class Controller:
         self._stop = asyncio.Event()
         self._stop_at_once = False
         self._run_task: asyncio.Task | None = None
-        self._started = False
+        self._started = self._saved = False
 
     async def resume(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint: policy, prompts, ledger and files go back to its step. Call before `run`.
@@ -174,11 +175,18 @@ class Controller:
 
     def request_stop(self, cause: str) -> None:
         """The first call ends the run after the batch that is being trained, with a checkpoint, or at once while the
-        run still starts. A second one during `run` ends it now. Call from the event loop's thread."""
+        run still starts, or exports what it has saved. A second one before that checkpoint is written ends the run now;
+        later, closing goes on. Call from the event loop's thread."""
         if not self._stop.is_set():
-            running = "stopping with a checkpoint of what was trained (once more to stop at once)"
-            self._parts.progress.notice(f"{cause}: {running if self._started else 'ending the start'}")
+            what = "stopping with a checkpoint of what was trained (once more to stop at once)"
+            if not self._started:
+                what = "ending the start"
+            elif self._saved:
+                what = "all is trained and saved; closing"
+            self._parts.progress.notice(f"{cause}: {what}")
             self._stop.set()
+        elif self._saved:
+            self._parts.progress.notice(f"{cause} again: all is saved; closing goes on")
         elif self._run_task and not self._stop_at_once:
             self._parts.progress.notice(f"{cause} again: stopping at once, without a checkpoint")
             self._stop_at_once = True
@@ -237,6 +245,7 @@ class Controller:
             task.cancel()
             stop.cancel()
             await asyncio.wait({task, stop})
+            mark_as_seen(task)  # the error, if any, of work that a stop cancelled
 
     async def _start(self) -> None:
         stage = self._parts.progress.stage
@@ -272,6 +281,7 @@ class Controller:
                 generator.cancel()
                 watcher.cancel()
                 await self._saving.end(at_once=self._stop_at_once)
+        self._saved = True
         if self._stop.is_set() and self.step < self._section.steps:
             return False
         export, what = self._parts.export, "training is done and saved"

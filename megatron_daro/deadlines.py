@@ -23,25 +23,25 @@ _MARGIN_S = 600.0
 """How much longer a wait is than the longest one inside it."""
 STARTS, TRIES = 3, 3
 """STARTS: how often in a row the only server is started (engine/sglang/fleet.py). TRIES: how often a group's missing
-rollouts are requested while one batch fills before the group is dropped, or in an evaluation before the set is left out
-(rollout/)."""
+rollouts are requested in one flight (`BatchFiller.fill`) before the group is dropped, or in an evaluation before the
+set is left out (rollout/)."""
 
 INSIDE: Mapping[str, tuple[str, ...]] = {
     "collective": ("update_call",),  # the other ranks gather the next bucket of weights while a server takes one
     "heal": ("leave", "placement", "workers_start", "collective"),
-    "verifier_start": ("workers_start",),
+    "verifier_start": ("pool_start",),
     "policy_start": ("collective",),
     "engine_start": ("workers_start", "server_start", "update_call"),
     "memory": ("server_start", "update_call"),
-    "sync": ("engine_start", "only_server", "memory", "heal"),
+    "save": ("heal",),
+    "sync": ("engine_start", "only_server", "memory", "save"),  # a save that a loss broke is repeated before it
     "load": ("collective",),
     "logprob": ("heal",),
     "train": ("heal",),
-    "save": ("heal",),
     "export": ("heal",),
-    "score": ("workers_start", "verdicts"),
-    "next_group": ("engine_start", "only_server", "request", "conversation", "score", "teacher", "abort"),
-    "evaluate": ("engine_start", "only_server", "request", "conversation", "verdicts"),
+    "score": ("pool_start", "verdicts"),
+    "next_group": ("pool_start", "engine_start", "only_server", "request", "conversation", "score", "teacher", "abort"),
+    "evaluate": ("pool_start", "engine_start", "only_server", "request", "conversation", "verdicts"),
 }
 """Wait -> what may run inside it for all of its own time: other waits (in lines above, with what is inside them) and
 limits that users set (see `Deadlines.of`). `abort` and `close` contain nothing: they cut short what they end, and a
@@ -61,14 +61,15 @@ class Deadlines:
     placement: float = 600.0
     """Until the Ray cluster has room for every rank and server."""
     policy_start: float = 3600.0
-    """Until every rank of the policy runs; then again, until every rank has its weights."""
+    """Until every rank of the policy runs and has its weights; with `engine.colocate` once for each of the two."""
     verifier_start: float = 900.0
     """Until the verifiers' processes run."""
     engine_start: float = 1800.0
     """Until an engine can generate (a server loads its model)."""
     workers_start: float = 300.0
-    """Until answer workers, server processes, verifiers, environment workers or a replacement rank are ready, at each
-    start."""
+    """Until answer workers, server processes or a replacement rank are ready, at each start."""
+    pool_start: float = 900.0
+    """Until the verifiers or the environments' workers of a node are ready, at each start."""
     next_group: float = 7800.0
     """Until a batch gets on: an engine call ends, its answers scored, or the answers of one of its groups come."""
     abort: float = 60.0

@@ -79,11 +79,11 @@ class GroupRequest:
     Rollout i's random numbers follow from (engine seed, group_id, attempt, turn, i), where the engine takes a seed.
 
     turn: of a conversation, from 0; `prompt` then holds the tokens of all turns before. answer_seed: takes the turn's
-    place in the seed, if an agent asks for that.
-    partial: index -> what an abort left of that rollout, with at least one response token and fewer than
-    max_new_tokens. An engine that can continue it reads prompt and partial tokens, reduces max_new_tokens by the
-    latter, and answers with the whole rollout, joined by `Rollout.extended`; any other engine starts over.
-    limits: index -> response tokens, fewer than max_new_tokens, at which that rollout ends with "segment".
+    place in the seed, if an agent asks for that. partial: index -> what an abort, or the end of a segment, left of that
+    rollout, with at least one response token and fewer than max_new_tokens. An engine that can continue it reads prompt
+    and partial tokens, reduces max_new_tokens by the latter, and answers with the whole rollout, joined by
+    `Rollout.extended`; any other engine starts over. limits: index -> response tokens, fewer than max_new_tokens, at
+    which that rollout ends with "segment".
     """
 
     group_id: int

@@ -183,7 +183,8 @@ class Conversation:
 
     @property
     def out_of_room(self) -> bool:
-        """Whether something has not fit since the last answer, or the last answer took all the room."""
+        """Whether something has not fit since the last answer, or the last answer was cut because it took
+        all the room."""
         return self._cut
 
     def first_context(self) -> Context:

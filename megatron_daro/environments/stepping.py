@@ -121,14 +121,15 @@ class SteppedConversations:
         await self._pool.close()
 
     async def _answer(self, conversation: Conversation) -> Completion | None:
-        """Return the model's next answer; None where there is no room for a token."""
-        if conversation.room < 1:
+        """Return the model's next answer; None where there is no room for a token. Raises OutOfRoomError: for the first
+        one there is none."""
+        if conversation.room < 1 and conversation.generated:
             conversation.cut()
             return None
         return await conversation.generate(self._section.max_turn_tokens)
 
     def _show(self, conversation: Conversation, step: Step, *, first: bool, history: list[Mapping[str, str]]) -> bool:
-        """Show an observation. Returns False where it does not fit."""
+        """Show an observation. Returns False where it does not fit. Raises OutOfRoomError: the first one does not."""
         last = conversation.last_token
         ids = (
             self._turns.first(step.observation) if first else self._turns.observation(step.observation, step.role, last)
@@ -136,6 +137,8 @@ class SteppedConversations:
         try:
             conversation.observe(ids)
         except OutOfRoomError:
+            if not conversation.generated:
+                raise
             return False
         if self._section.strict:
             history.append({"role": step.role, "content": step.observation})

@@ -34,7 +34,7 @@ _JOINERS = {"‌", "‍"}
 
 
 def safe_text(text: object, limit: int | None = None, *, one_line: bool = False) -> str:
-    """Return a text with every control or format character replaced by a visible code such as `\\x1b`.
+    """Return a text with every control or format character but joiners replaced by a visible code such as `\\x1b`.
 
     Args:
         text: anything; turned into a string first.

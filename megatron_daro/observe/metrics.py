@@ -1,8 +1,8 @@
 """One record of metrics per optimizer step: RUN/metrics.jsonl, which TensorBoard and Weights & Biases show too.
 
 Key names and units: docs/metrics.md. Metrics that depend on the clock are under `timing/`, `throughput/` and
-`recovery/`, so that all others can be compared between runs with the same seed (`comparable`). Refuses values that are
-not numbers, steps that do not increase, and files that are damaged anywhere but in their last line.
+`recovery/`, so that the others of runs that repeat can be compared (`comparable`). Refuses values that are not numbers,
+steps that do not increase, and files that are damaged anywhere but in their last line.
 """
 
 from __future__ import annotations
@@ -168,8 +168,9 @@ def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
 
 
 def comparable(metrics: Metrics) -> dict[str, float | None]:
-    """Return the metrics that are equal in two runs of the same seed which do not generate while they train: all except
-    the keys under `timing/`, `throughput/` and `recovery/`. With overlap, counts of groups differ too (metrics.md).
+    """Return the metrics that are equal in two runs of the same seed whose engine repeats and which do not generate
+    while they train: all except the keys under `timing/`, `throughput/` and `recovery/`. Others may differ, too, with
+    servers, with overlap, and where the machine made something fail (docs/metrics.md).
     """
     return {key: value for key, value in metrics.items() if not key.startswith(("timing/", "throughput/", "recovery/"))}
 

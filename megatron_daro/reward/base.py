@@ -1,7 +1,8 @@
 """What a verifier is, and how one is named.
 
-Rollout text and gold answer -> Verdict. Model answers are data here: a run evaluates
-them in limited worker processes only. Refuses unknown verifier names and empty markers.
+Rollout text and gold answer -> Verdict. Model answers are data here: algebra and verifiers of one's own run in limited
+worker processes only, and what is linear in the text in the calling one. Refuses unknown verifier names and empty
+markers.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 `screen` runs in the pool's own process, cheap and bounded, and yields a Verdict or a Job; `judge`, which a run calls in
 a worker process, decides the job; it and `gold_problem` import math-verify and sympy. Units and words after a value are
 cut off if they do not change it; words that scale a number (`million`) are a factor, and those that hedge (`maybe not`)
-or join (`or six`) make it another value, or none. An answer that merely restates the problem, such as the unevaluated
-sum it asks for, is refused before any comparison, since an algebra system would do the missing work; what the gold
-itself contains is never refused.
+or join (`or six`) make it another value, or none. With `strict` an answer that merely restates the problem, such as the
+unevaluated sum it asks for, is refused before any algebra, which would do the missing work; what the gold itself
+contains is never refused.
 
 Rejects golds that are empty or not text (`gold_empty`, `gold_not_text`). A gold that the grammar does not take is
 matched literally, and a mismatch then says `gold_unparsed`.

@@ -2,8 +2,8 @@
 
 (rollout text, gold) -> screened in this process -> worker processes (worker_pool/) -> Verdict.
 This process is the driver, or an actor of Ray (runtime/node_pools.py). Refuses to start with limits that cannot work,
-and to score after close. A timed-out, oversized or crashing answer is a Verdict (`timeout`, `memory`, `crash`), never
-an exception.
+and to score after close. A timed-out, oversized or crashing answer is a Verdict (`timeout`, `memory`,
+`crash`), never an exception.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class RewardPool(WorkerPool):
                 verifier itself is the reason `verifier_failed`. The statement is the problem's own text.
 
         Returns: one verdict per pair.
-        Raises: RewardError when the pool is closed or its workers no longer start.
+        Raises: RewardError when the pool is closed, its workers no longer start or are far too few, or a user's class
+            does not do what its Protocol says.
         """
         screened, jobs = self._screened(pairs)
         return self._verdicts(screened, dict(zip(jobs, self._ask_all(list(jobs.values())), strict=True)))
@@ -83,7 +84,7 @@ class RewardPool(WorkerPool):
     def check_golds(self, golds: Sequence[Any]) -> dict[int, str]:
         """Return which golds are unusable or can only be matched literally, to be reported before a run.
 
-        Returns: index -> `gold_empty`, `gold_not_text`, `gold_unparsed` (or `timeout`, `memory`, `crash`).
+        Returns: index -> `gold_empty`, `gold_not_text`, `gold_unparsed` (or why none could say, such as `timeout`).
         """
         self.start()
         problems: dict[int, str] = {}

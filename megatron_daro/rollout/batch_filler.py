@@ -63,8 +63,8 @@ class BatchFiller:
             unfinished: outstanding groups that the last `fill` left; they continue before new prompts begin.
 
         Returns:
-            The groups that are unfinished now, sorted by id. Nothing of them is being generated; they are still
-            outstanding in the ledger, and the caller keeps or drops them.
+            The groups that are unfinished now, sorted by id. They are not in flight (late answers of a call that did
+            not end are refused), but still outstanding in the ledger, and the caller keeps or drops them.
 
         Raises:
             DataError: no prompts. EngineError, WorkerError, RewardError, RolloutError, DeadlineError: engine, verifiers

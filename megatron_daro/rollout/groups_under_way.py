@@ -140,7 +140,8 @@ class UnfinishedGroup:
 
 def without_lost_experts(record: RecordedGroup) -> RecordedGroup:
     """Return a group that waits in a checkpoint, without the rollouts whose files of experts are gone: a step after the
-    checkpoint removed these when the group was filtered or dropped, or trained without being recorded."""
+    checkpoint removed these when the group was filtered or dropped, trained without being recorded, or trained after
+    the answer was started over."""
     there = [r.routed_experts is None or r.routed_experts.is_there for r in record.group.rollouts]
     group = replace(
         record.group,

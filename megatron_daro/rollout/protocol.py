@@ -220,5 +220,5 @@ class CheckpointStore(Protocol):
         self, step: int, write: Callable[[Path], Awaitable[None]], state: Mapping[str, Any], notices: Notices
     ) -> Path:
         """Make a durable checkpoint of `state` and of what `write` puts into a directory. After an error there is
-        none."""
+        none, or a whole one that may not outlive a crash of the machine."""
         ...

@@ -1,7 +1,7 @@
 """Optimizer steps that were skipped because they were not finite: how many, and when they end a run.
 
-The controller reports every optimizer step. Batches without a trainable group never get that far: the sampler fills
-them up or ends the run.
+The controller reports the optimizer steps that it tries. Batches without a trainable group never get that far: the
+sampler fills them up or ends the run.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ _MAX_BATCHES_IN_A_ROW = 5
 
 
 class SkippedSteps:
-    """Counts skipped steps. `total`, since the run began, is in every line of metrics (`rollout/steps_skipped`) and in
-    checkpoints.
+    """Counts skipped steps. `total`, since the run began, is in the line of each optimizer step
+    (`rollout/steps_skipped`) and in checkpoints.
 
     The fifth batch in a row all of whose steps were skipped ends the run; a resumed run counts batches anew.
     """

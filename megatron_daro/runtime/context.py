@@ -58,5 +58,6 @@ class RunContext:
 def _conversations_s(section: EnvironmentSection, size: int) -> float:
     """Return how long `size` conversations that begin together may take, without the model's answers."""
     in_workers = section.kind == "agent" or section.of_verifiers
-    rounds = math.ceil(size / section.workers) if in_workers else 1
-    return rounds * (section.timeout_s + (section.max_turns + 1) * section.step_timeout_s)
+    rounds = math.ceil(size / section.workers)  # that share the worker processes, whole or step by step
+    steps_s = rounds * (section.max_turns + 1) * section.step_timeout_s
+    return (rounds if in_workers else 1) * section.timeout_s + steps_s

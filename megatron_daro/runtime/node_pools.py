@@ -69,7 +69,7 @@ class NodePools:
             worker = actor_class(PoolWorker).options(**options)
             return worker.remote(f"{kind} {number}", make, ask, self._shares[number], run.log_dir)
 
-        self.workers = NodeWorkers(kind, start_one, run)
+        self.workers = NodeWorkers(kind, start_one, run, deadline="pool_start")
         self.pool: WorkerPool | None = None
         self._started = False
         self._failed_starts: dict[tuple[str, int], int] = {}  # by node and process

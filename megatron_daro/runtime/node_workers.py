@@ -66,16 +66,16 @@ def alive_nodes() -> list[str]:
 class NodeWorkers:
     """The workers of one kind."""
 
-    def __init__(self, kind: str, make: Make, run: RunContext) -> None:
+    def __init__(self, kind: str, make: Make, run: RunContext, *, deadline: str = "workers_start") -> None:
         """Start nothing; `start` does.
 
         Args:
             kind: what each is, for messages: "answer worker".
             make: starts one.
-            run: its progress shows each loss; the deadline `workers_start` bounds each start.
+            run: its progress shows each loss. deadline: that of each start.
         """
         self._kind, self._make = kind, make
-        self._warn, self._deadlines = run.progress.warn, run.deadlines
+        self._warn, self._deadlines, self._deadline = run.progress.warn, run.deadlines, deadline
         self._slots: list[_Slot] = []
         self._starts: set[asyncio.Task[None]] = set()
         self._listening: set[asyncio.Task[None]] = set()
@@ -94,7 +94,7 @@ class NodeWorkers:
         for slot in self._slots:
             self._place(slot)
         ready = {slot.name: slot.handle.ready.remote() for slot in self._slots}
-        await self._deadlines.within("workers_start", gather(ready), what=f"{len(ready)} x {self._kind}")
+        await self._deadlines.within(self._deadline, gather(ready), what=f"{len(ready)} x {self._kind}")
         for slot in self._slots:
             slot.ready = True
             slot.back.set()
@@ -208,7 +208,7 @@ class NodeWorkers:
                     slot.node = nodes[slot.number % len(nodes)]
                 self._place(slot)
                 start = gather({slot.name: slot.handle.ready.remote()})
-                await self._deadlines.within("workers_start", start, what=slot.name)
+                await self._deadlines.within(self._deadline, start, what=slot.name)
             except (DaroError, RayError) as error:  # also the worker's own: verifiers that cannot start, no tokenizer
                 slot.reason = str(error)
                 self._end(slot)

@@ -140,7 +140,8 @@ class WeightSync:
         but some may come back, the update is repeated for these, up to three updates in all. Returns metrics.
 
         Raises:
-            SyncError: no receiver took them. EngineError, WorkerError: all are gone.
+            SyncError: they could not be sent or written, or no receiver took them. EngineError, WorkerError: all are
+                gone.
         """
         async with self._one_at_a_time, self._policy.hold():
             self._policy.version = version

@@ -4,8 +4,9 @@ Each rank listens (`ShardSender.offer`); one of them tells each server by HTTP w
 senders. The server's ranks connect, and each connection carries what one sender has for one receiver, or, if Mooncake's
 transfer engine carries it from GPU to GPU (`engine.sglang.shards_over`), says when a part has been written. The
 receiving end, which runs inside SGLang, and the protocol of a connection: in_server/megatron_daro_shards.py. If one
-pair fails, the bytes of all others still arrive, and the report names the servers that lack some. A server answers its
-call when all of its ranks have finished; a rank that has not connected by then never will.
+pair fails, its receiver takes nothing more; all other receivers still get everything, and the report names the servers
+that lack some. A server answers its call when all of its ranks have finished; a rank that has not connected by then
+never will.
 
 Only a connection that shows the key, which is new for each update, is given anything.
 """
@@ -282,8 +283,8 @@ class _Serving:
             self._changed.notify_all()
 
     def _lose(self, told: Mapping[str, Any]) -> None:
-        """Note that a server's call has ended: ranks that have not connected never will. If it failed, all its ranks
-        fail."""
+        """Note that a server's call has ended: ranks that have not connected never will. If it failed, all its
+        ranks fail whose end was not noted before."""
         failure = SendFailure("refused" if told.get("refused") else "unanswered", told["lost"])
         with self._changed:
             of_server = [receiver for receiver in self._writes if receiver[0] == told["server"]]

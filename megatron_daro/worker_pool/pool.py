@@ -56,7 +56,7 @@ def longest_wait_s(waiting: int, workers: int, timeout_s: float) -> float:
 class PoolCounters:
     """What happened so far. answered: requests that a worker answered, or that ended as `timeout` or `memory`.
     restarts: workers started again. asked_again: requests that a stopped worker never took, and that were given to
-    another. failed_starts: starts of workers that ended before they were ready, and were tried again."""
+    another. failed_starts: starts of workers that failed, and were tried again."""
 
     answered: int = 0
     timeouts: int = 0
@@ -152,7 +152,8 @@ class WorkerPool:
     async def ask_each(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the replies to requests, in order, without blocking a thread.
 
-        Raises: the program's error when the pool is closed, its workers no longer start, or are far too few.
+        Raises: the program's error when the pool is closed, its workers no longer start, are far too few, or a user's
+            class does not do what its Protocol says.
         """
         given_up = threading.Event()
         futures, bound_s = self._submit(requests, given_up)

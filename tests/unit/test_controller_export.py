@@ -57,7 +57,8 @@ def test_a_run_that_was_stopped_is_exported_by_the_one_that_finishes_it(tmp_path
     assert resume_stack(again).status == "finished" and export.steps == [6]
 
 
-def test_a_stop_ends_the_export_and_leaves_the_run_to_be_resumed(tmp_path):
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_stop_ends_the_export_and_leaves_the_run_to_be_resumed(tmp_path, signals):
     stack = make_stack(tmp_path)
     export = Export(stack, hangs=True)
 
@@ -65,10 +66,12 @@ def test_a_stop_ends_the_export_and_leaves_the_run_to_be_resumed(tmp_path):
         run = asyncio.ensure_future(stack.controller.run())
         while ("export", 6) not in stack.events:
             await asyncio.sleep(0)
-        stack.controller.request_stop("SIGTERM")
+        for _ in range(signals):
+            stack.controller.request_stop("SIGTERM")
         return await run
 
     outcome = asyncio.run(go())
+    assert not any("without a checkpoint" in message for message in stack.progress.messages)
     assert (outcome.status, outcome.step, export.steps) == ("stopped", 6, [])
     assert saved_step(stack) == 6 and (stack.engine.closed, stack.policy.closed) == (1, 1)
 

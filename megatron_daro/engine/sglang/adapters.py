@@ -57,12 +57,13 @@ class Adapters:
             task.add_done_callback(self._unloading.discard)
 
     def unload_all(self, server: Server) -> None:
-        """Unload all adapters of a server that gets no more requests, each once its requests in flight have ended."""
+        """Unload all adapters of a server that gets no more requests, each once its requests in flight have ended. One
+        whose load was answered too late is not known, and stays."""
         server.adapter = ""
         self.unload_unused(server)
 
     async def _unload(self, url: str, adapter: str) -> None:
-        async with SGLangClient(url) as client:  # the client of a fenced server is closed
+        async with SGLangClient(url) as client:  # the client of a fenced server may be closed
             with suppress(EngineError):  # an adapter that stays only takes room
                 await client.post("/unload_lora_adapter", {"lora_name": adapter}, timeout_s=self._timeout_s)
 

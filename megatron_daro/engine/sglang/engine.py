@@ -179,7 +179,8 @@ class SGLangEngine:
         self._when_back = call
 
     def metrics(self) -> dict[str, float]:
-        """Return `engine/*`: the number of serving servers; fenced servers, restarts and retries since the start."""
+        """Return `engine/*`: serving servers; since the start fenced servers, restarts, retries and restarts of answer
+        workers."""
         return {
             "engine/servers": float(len(self.fleet.of("serving"))),
             "engine/fenced": float(self.fleet.fenced_count),
@@ -202,7 +203,7 @@ class SGLangEngine:
         self._supervision.allow_starts()
 
     async def fatal_error(self) -> EngineError:
-        """Wait until all servers are gone; return why the run ends."""
+        """Wait until all servers are gone or their supervision failed; return why the run ends."""
         return await self.fleet.fatal_error()
 
     async def close(self) -> None:

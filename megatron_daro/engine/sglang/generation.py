@@ -9,8 +9,8 @@ A request (for K answers of a group; in a conversation, for one) goes to the ser
 to the server of the previous turn. The room that each answer takes there is given back when that answer has come. This
 process routes the request; answer workers post it, parse the replies and decode the tokens, and this process gets
 finished rollouts. A failed request is retried, on another server if possible. One that was cut short by a weight update
-continues from the tokens it has (in training no request runs during an update, but another caller's may). Answers from
-weights that a server was never given are rejected, and every wait has a deadline.
+continues from the tokens it has (in training no request runs during an update, but another caller's may). Answers that
+say that they come from weights that their server was never given are rejected, and every wait has a deadline.
 """
 
 from __future__ import annotations

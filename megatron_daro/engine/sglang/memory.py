@@ -43,7 +43,7 @@ class SharedMemory:
         self._fleet.check()
 
     async def _release(self, server: Server) -> None:
-        if server.released:
+        if server.released or not server.is_up:
             return
         self._fleet.hold_back(server)  # so it gets no requests, and the watcher no longer asks it for a token
         limit = self._options.sync_timeout_s

@@ -66,9 +66,9 @@ class ManagedProcess:
         """
         if self._watchdog is not None:
             raise EngineError(f"process: got start() for {self._command[0]!r} twice; allowed: once per ManagedProcess")
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, write_end = os.pipe()
         try:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
             with self._log_path.open("ab") as log:
                 self._log_start = log.tell()
                 self._watchdog = self._start_watchdog(log.fileno(), write_end)

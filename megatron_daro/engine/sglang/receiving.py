@@ -119,7 +119,9 @@ class Receiving:
     async def _post(self, server: Server, path: str, body: Mapping[str, Any] | None = None) -> object:
         try:
             return await server.client.post(path, body, timeout_s=self._limit_s)
-        except DisconnectedError:  # maybe a kept connection that the server had closed; all these calls may be repeated
+        # Maybe a kept connection that the server had closed. All these calls may be repeated, but for the end of an
+        # update: a server that had ended its own refuses, and is fenced.
+        except DisconnectedError:
             return await server.client.post(path, body, timeout_s=self._limit_s)
 
     async def _pause(self, server: Server) -> None:

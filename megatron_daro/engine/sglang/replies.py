@@ -1,10 +1,10 @@
-"""What a server may reply: one schema for each reply, with types, ranges and sums; and how answers become rollouts.
+"""What a server may reply: schemas with types, ranges and sums; and how answers become rollouts.
 
     JSON -> `read` or `read_sample` -> records that can be trusted -> `rollouts_of`: Rollout
 
-Everything that a server says is read by a schema of this file (what must fit a request is compared where the request
-was made), and its text is made printable on the way in, so that no message can control a terminal. Unknown keys are
-ignored, since each new SGLang has more. Rollouts take their tokens as ids, never through text, with log-probs and
+Tokens and numbers that a server says are read by a schema of this file (what must fit a request is compared where the
+request was made), and its text is made printable on the way in, so that no message can control a terminal. Unknown keys
+are ignored, since each new SGLang has more. Rollouts take their tokens as ids, never through text, with log-probs and
 weight versions.
 """
 

@@ -163,17 +163,18 @@ def _missing_calls(facts: ServerFacts, expected: Expected, options: SGLangSectio
 
 
 def _too_short(facts: ServerFacts, expected: Expected) -> list[str]:
+    wrong = []
     if 0 < facts.max_input_tokens < expected.longest_prompt:
-        return [
+        wrong.append(
             f"its longest prompt is {facts.max_input_tokens} tokens, data.max_prompt_tokens is "
             f"{expected.longest_prompt}; raise its context_length or max_total_tokens, or lower data.max_prompt_tokens"
-        ]
+        )
     if 0 < facts.context_tokens < expected.longest - 8:
-        return [
+        wrong.append(
             f"its context is about {facts.context_tokens} tokens, prompt and answer may be {expected.longest}; raise "
             "its context_length or max_total_tokens, or lower rollout.max_response_tokens"
-        ]
-    return []
+        )
+    return wrong
 
 
 def _no_fp8_blocks(facts: ServerFacts) -> list[str]:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from megatron_daro.config import EnvironmentSection
 from megatron_daro.environments import Step
+from megatron_daro.environments.environment import OutOfRoomError
 from megatron_daro.environments.rendering import Turns
 from megatron_daro.environments.stepping import SteppedConversations, checked
 from megatron_daro.errors import RolloutError
@@ -95,6 +96,12 @@ def test_an_observation_that_does_not_fit_ends_it_as_cut():
     rollout = converse(Pool(lambda request: Step("555")), room=6)
     assert (rollout.verdict.reason, rollout.finish_reason) == ("context_overflow", "length")
     assert rollout.turns == ((3, 1),)
+
+
+@pytest.mark.parametrize("room", [2, 3])
+def test_an_observation_of_reset_that_leaves_no_room_fails_the_conversation_and_not_the_run(room):
+    with pytest.raises(OutOfRoomError):
+        converse(Pool(lambda request: Step("555")), room=room)
 
 
 def test_what_steps_report_is_that_of_their_answers():
