@@ -175,7 +175,8 @@ class MegatronPolicy:
 
     def run_pass(self, name: str, batch: Sequences, micro_batches: MicroBatches) -> np.ndarray | None:
         """Compute the column `name`, one of `AlgorithmSection.passes`: float32 [R] over the shard's response tokens;
-        None before the last stage. Collective over the ranks that share the shard."""
+        None before the last stage. Collective over the ranks that share the shard, and those that share experts with
+        them."""
         passes = {"old_logprobs": self.logprobs, "ref_logprobs": self.reference_logprobs, "values": self.values}
         return passes[name](batch, micro_batches)
 

@@ -1,7 +1,7 @@
 """Snapshots: a rank's state, copied to host memory after each step, from which all go on after the death of a rank.
 
 `begin` copies small state at once, and the storages of weights and optimizer in a thread (on a GPU, on a stream of its
-own) while the next batch is generated; the next update of the weights waits for it. The driver numbers the snapshots
+own) while the run goes on; the next update of the weights waits for it. The driver numbers the snapshots
 and knows which of them every rank has (runtime/healing.py).
 
 A snapshot holds what the rank's checkpoint holds, and the states of the random generators: storages bit for bit,

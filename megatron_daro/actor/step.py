@@ -1,4 +1,5 @@
-"""One optimizer step: gradients of policy and critic, an update of both or of neither, and the metrics.
+"""One optimizer step: gradients of policy and critic, an update of both or of neither (at first of the critic
+alone, with `critic.pretrain_steps`), and the metrics.
 
   StepBatch shard -> advantages (advantages.py)
     -> the critic's gradients -> the policy's: loss.py over the schedule of forward.py, reduced over all ranks
@@ -67,7 +68,8 @@ class TrainState(TrainedModel):
 
 
 class OwnTime:
-    """How long a rank's own passes take, without the reduction of gradients, which waits for other replicas."""
+    """How long a rank's own passes take, without the reduction of gradients, which waits for other replicas. With
+    experts that several replicas share, it contains waiting for these."""
 
     def __init__(self) -> None:
         self._marks: list[Any] = []

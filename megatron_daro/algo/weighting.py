@@ -175,7 +175,7 @@ class Kimi(Algorithm):
 
         Args:
             tau: weight of the relative entropy to the policy with which the batch began, above 0; it has an effect only
-                with several optimizer steps per batch.
+                with several optimizer steps per batch, or with `algorithm.old_logprobs` rollout.
             reset_optimizer: whether the optimizer's moments are set to zero when a batch begins.
         """
         super().__init__(**common)

@@ -217,7 +217,8 @@ class _UnfitPromptError(Exception):
 
 
 class _Writer:
-    """Writes the text of prompts. opens_thinking: whether the last one ended with a <think>."""
+    """Writes the text of prompts. opens_thinking: whether they end with a <think> (of each order of roles
+    the first is looked at, and the last look counts)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_template: str, template: str) -> None:
         self._tokenizer, self._template, self._chat = tokenizer, template, prompt_template == "chat"

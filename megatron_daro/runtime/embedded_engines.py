@@ -203,7 +203,7 @@ class EmbeddedEngines:
 
     def begin_update(self, version: int, only: str | None = None) -> _GroupUpdate | None:
         """Begin an update of all replicas together, or of the restarted replica named `only`; return None if that one
-        no longer waits for weights. Raises WorkerDiedError: a replica died too often."""
+        no longer waits for weights. Raises what `fatal_error` returns; EngineError: closed."""
         self._check()
         if only is None:
             return _GroupUpdate(self, version)
@@ -228,7 +228,7 @@ class EmbeddedEngines:
         return {one: one.worker for one in self._replicas if one.state != "away" and one.worker is not None}
 
     async def any_present(self) -> dict[_Replica, ActorHandle]:
-        """Wait until some replica is present, and return `present`. Raises WorkerDiedError: one died too often."""
+        """Wait until some replica is present, and return `present`. Raises what `fatal_error` returns."""
         while not (there := self.present()):
             self._check()
             await self._changed.wait()
@@ -273,7 +273,8 @@ class EmbeddedEngines:
         self._tell()
 
     async def fatal_error(self) -> Exception:
-        """Wait until the run cannot go on, because a replica died too often or refused its weights, and return why."""
+        """Wait until the run cannot go on, because a replica died too often, could not be started again
+        or refused its weights, and return why."""
         while self._fatal is None:
             await self._changed.wait()
         return self._fatal
@@ -335,7 +336,7 @@ class EmbeddedEngines:
             await self._when_back(replica.name)
 
     async def _serving(self, replica: _Replica) -> ActorHandle:
-        """Wait until a replica has the weights. Raises WorkerDiedError: one died too often."""
+        """Wait until a replica has the weights. Raises what `fatal_error` returns."""
         while replica.state != "serving" or replica.worker is None:
             self._check()
             await self._changed.wait()

@@ -1,9 +1,9 @@
 """What a run reads from files before it generates: model shape, tokenizer, stop tokens, and the problems in their
 order.
 
-A start and its dry run both read here, before Ray or any process is started. Everything that was dropped from the data
-is reported, and so are pass rates that were measured with a model other than the one to be trained. An evaluation set
-that would lose rows is rejected, unless its `drop_unusable` is set.
+A start and its dry run both read here, before Ray or any process of the run is started. Everything that was dropped
+from the data is reported, and so are pass rates that were measured with a model other than the one to be trained. An
+evaluation set that would lose rows is rejected, unless its `drop_unusable` is set.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ctrl-C, SIGTERM and SIGHUP: while a command starts, in the training loop, and during shutdown.
 
-`interruptible` surrounds a whole command; `stop_on_signals` surrounds the start of the processes and the loop, and
-restores the previous handlers afterwards. All three signals mean the same. A shutdown that has begun is finished in
-order, unless the user insists.
+`interruptible` surrounds a whole command; `stop_on_signals` surrounds the start of the processes that train and the
+loop, and restores the previous handlers afterwards. All three signals mean the same. A shutdown that has begun is
+finished in order, unless the user insists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INSISTING = 5
-"""How many signals during a shutdown end the process by force."""
+"""How many signals end the process by force; those that asked for the stop count."""
 _AGAIN_S = 0.02
 _ABORT_ALARM_S = 3
 

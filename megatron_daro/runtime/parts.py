@@ -302,8 +302,9 @@ def rollout_engine(run: RunContext, tokenizer: PreTrainedTokenizerBase, placemen
 
 
 async def start_all(run: RunContext, placement: Placement, policy: PolicyGroup, generation: Generation | None) -> None:
-    """Start all processes once each has a place: all at once, since each spends its first seconds importing, unless
-    servers share GPUs with ranks: then one kind after the other. The first failure cancels the other starts.
+    """Start all processes but those of environments, once each has a place: all at once, since each spends its first
+    seconds importing, unless servers share GPUs with ranks: then one kind after the other. The first failure cancels
+    the other starts.
 
     Raises:
         DaroError: a process cannot start. DeadlineError: names the part that did not start in time.

@@ -1,10 +1,11 @@
 """The places of a run in its Ray cluster: which node each rank and each server is on.
 
 One placement group of Ray, made whole or not at all, with a place for each of the pieces that config/placement.py
-counts. A tensor-parallel group is one bundle, and so is a server, or each part of one that is spread over nodes,
-because a bundle never spans nodes. Servers that share GPUs with ranks are in the ranks' bundle: Ray gives its GPUs to
-the ranks, one each, and the servers are told which GPUs these are. The groups of one replica (its experts' and context
-parts, then its pipeline stages) are next to each other. A run that does not fit is refused, with the numbers.
+counts. A tensor-parallel group is one bundle (several are, where they share GPUs with one server), and so is a server,
+or each part of one that is spread over nodes, because a bundle never spans nodes. Servers that share GPUs with ranks
+are in the ranks' bundle: Ray gives its GPUs to the ranks, one each, and the servers are told which GPUs these are. The
+groups of one replica (its experts' and context parts, then its pipeline stages) are next to each other. A run that does
+not fit is refused, with the numbers.
 """
 
 from __future__ import annotations

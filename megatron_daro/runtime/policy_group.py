@@ -18,7 +18,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -97,11 +97,14 @@ class PolicyGroup:
         awaited, the death of an idle rank is noticed only by the next call, and frozen ranks are not killed."""
         if self._healing.keeps == "none":
             return (await first_death(self.ranks.workers))[-1]
-        hung = asyncio.ensure_future(self._healing.end_hung())
+        watch, hung = asyncio.ensure_future(self._watch()), asyncio.ensure_future(self._healing.end_hung())
         try:
-            return await self._watch()
+            await asyncio.wait({watch, hung}, return_when=asyncio.FIRST_COMPLETED)
+            return watch.result() if watch.done() else cast(Exception, hung.exception())
         finally:
+            watch.cancel()
             hung.cancel()
+            await asyncio.wait({watch})
 
     async def _watch(self) -> Exception:
         while True:
@@ -178,7 +181,7 @@ class PolicyGroup:
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
         """Keep the weights unchanged within the block. `export`, `write` and `logprobs_of` are called only there; all
-        other calls wait."""
+        other calls wait but `close` and the writing of files by `save`."""
         async with self._busy:
             yield
 
@@ -223,7 +226,7 @@ class PolicyGroup:
         return await self._move(kinds, away=True)
 
     async def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
-        """Move them back, bit for bit."""
+        """Move them back, bit for bit; gradients come back as zeros."""
         return await self._move(kinds, away=False)
 
     async def _move(self, kinds: Collection[MemoryKind], *, away: bool) -> MemoryMove:

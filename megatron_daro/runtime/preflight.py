@@ -40,7 +40,7 @@ from megatron_daro.deadlines import Deadlines
 from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.interpreter import check_environments
 from megatron_daro.environments.own import try_environment
-from megatron_daro.errors import ConfigError, DataError, EngineError, RefusedError, RewardError
+from megatron_daro.errors import ConfigError, DataError, EngineError, RefusedError, RewardError, WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.factory import own_verifier_class
@@ -337,12 +337,15 @@ def taken_back_if_it_fails(run_dir: Path) -> Iterator[None]:
     """If an error ends the block before anything happened in the run directory, empty it, and remove it if the block
     made it.
 
-    Logs of servers and anything trained stay, and so does everything in a directory that was not empty before.
+    Logs of servers and anything trained stay, and so does everything in a directory that was not empty before, or after
+    the failure of a process, whose message names its log.
     """
     created = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     was_empty = bool(created) or not any(run_dir.iterdir())
     try:
         yield
+    except WorkerError:
+        raise
     except BaseException:
         if was_empty and run_dir.is_dir() and not any(_says_something(run_dir, path) for path in run_dir.rglob("*")):
             for path in run_dir.iterdir():

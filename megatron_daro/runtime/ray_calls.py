@@ -1,12 +1,13 @@
 """Calls to Ray actors: typed classes of actors, many calls at once, and Ray's errors as errors of this package.
 
-Of calls that belong together the first failure is raised; if a process died, its death is raised as the cause, whatever
-the other calls report. The message names the worker and Ray's cause.
+Of calls that belong together the first failure is raised; if a process died, its death is raised as the cause, where it
+is known by then or soon after a WorkerError of another. The message names the worker and Ray's cause.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, cast
@@ -30,6 +31,7 @@ remote_class = cast(Callable[..., Callable[[type], type]], ray.remote)
 DEATHS = RayActorError, NodeDiedError, OutOfMemoryError
 """What a call to a process that is gone may raise; the last one if Ray killed it for lack of memory
 (RAY_memory_usage_threshold)."""
+_LOG = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 _IN_ONE_GO = 32
@@ -140,7 +142,7 @@ def translated(name: str, error: BaseException) -> DaroError:
         cause = error.cause
         if isinstance(cause, DaroError):
             return cause
-        # Its traceback is in the worker's own log.
+        _LOG.info("%s failed: %s", name, error)  # with the worker's traceback, for the driver's log
         return WorkerError(f"{name} failed: {type(cause).__name__}: {plain(str(cause))}")
     if isinstance(error, DEATHS):
         how = _how(str(error))

@@ -101,9 +101,11 @@ class RayServer:
             return str(translated(_ACTOR, error))
 
     async def _stop(self, worker: ActorHandle) -> None:
-        with contextlib.suppress(EngineError):
-            await self._call(worker.stop.remote(), _CALL_S)
-        ray.kill(worker, no_restart=True)
+        try:
+            with contextlib.suppress(EngineError):
+                await self._call(worker.stop.remote(), _CALL_S)
+        finally:
+            ray.kill(worker, no_restart=True)
 
     async def _call(self, reference: Awaitable[_Result], timeout_s: float) -> _Result:
         try:

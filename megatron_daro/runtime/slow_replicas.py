@@ -2,7 +2,7 @@
 busy.
 
 PolicyGroup passes each rank's own seconds of a step. Ranks of one replica wait for each other within their work, so
-only replicas can be told apart; replicas have equal work (data/schedule.py).
+only replicas can be told apart, and not those that share experts; replicas have equal work (data/schedule.py).
 """
 
 from __future__ import annotations

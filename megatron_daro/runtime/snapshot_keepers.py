@@ -99,7 +99,7 @@ def affordable(
         tried = taken[fullest] / _GIB
         if all(taken[host] <= limits[host] for host in taken):
             return keeps, tried, limits[fullest] / _GIB
-    return "none", tried, min(limits.values()) / _GIB
+    return "none", tried, limits[fullest] / _GIB
 
 
 def sources_of(

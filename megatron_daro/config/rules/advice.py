@@ -82,7 +82,7 @@ def algorithm(config: Config) -> Iterator[Problem]:
         allowed += "is worth no more than a wrong one"
         fix = "set reward.incorrect_reward=-1"
         yield wrong(config, "reward.incorrect_reward", allowed, fix, beside="algorithm.overlong.kind")
-    if section.name == "kimi" and steps == 1:
+    if section.name == "kimi" and steps == 1 and section.old_logprobs != "rollout":
         allowed = "2 or more, as published: its tau weighs what moved since the batch began, with 1 nothing"
         yield wrong(
             config,
