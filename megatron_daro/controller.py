@@ -1,7 +1,7 @@
 """The training loop: batches of rollouts in, optimizer steps, weight syncs, checkpoints and metrics out.
 
 runtime/launch.py builds the parts and runs one Controller. `run` gives the engine its first weights and, where that is
-due, evaluates them as step 0. Then three coroutines run in one task group:
+due, evaluates them as step 0. Then three coroutines run together; the first failure ends all:
 
     _generate --batches, then None--> _queue --> _train --> _end_batch -----> engine
         ^                                          |
@@ -385,13 +385,13 @@ class Controller:
             columns = with_columns_of(columns, first_epoch)
         return columns, step_metrics(minibatch, columns, self._section.steps_per_batch)
 
-    async def _train_step(self, minibatch: MiniBatch, prepared: PreparedStep, of_batch: Mapping[str, float]) -> None:
-        """Do one optimizer step and everything that belongs to it. Args: of_batch: metrics of its batch and columns."""
+    async def _train_step(self, minibatch: MiniBatch, prepared: PreparedStep, measured: Mapping[str, float]) -> None:
+        """Do one optimizer step and everything that belongs to it. Args: measured: metrics of its batch and columns."""
         with self._parts.phases.measure("train"):
             result = await self._optimizer_step(prepared, minibatch)
         resolved = self._resolve_step(minibatch, trained=not result.skipped)
         self.step = minibatch.step
-        metrics = {**result.metrics, **of_batch, **self._book_metrics()}
+        metrics = {**result.metrics, **measured, **self._book_metrics()}
         if minibatch.last:
             metrics |= await self._end_batch(minibatch.batch_version)
         with self._parts.phases.measure("write"):

@@ -8,8 +8,8 @@ the caller drops their caches and calls again with the rest. An `AbortSignal` fr
 steps.
 
 Every row draws one uniform number per step from a counter-based generator keyed by (seed, group, draw, index), and
-inverts its cumulative distribution with it, so its tokens do not depend on its neighbours. There is no top-k and there
-are no penalties: the training loss could not account for them.
+inverts its cumulative distribution with it, so its draws do not depend on its neighbours; its log-probs do, in their
+last bits. There is no top-k and there are no penalties: the training loss could not account for them.
 
 Shape letters: N rows of the whole batch, B rows in the call, V vocabulary, M most new tokens, P distinct stop sets.
 """

@@ -76,7 +76,7 @@ class GroupInFlight:
         )
 
     def unfinished(self, group_id: int) -> UnfinishedGroup:
-        """Return the group as it is kept for a later flight."""
+        """Return the group as it is kept for a later flight, which goes on with what this one set aside."""
         partial = tuple(replace(self.partial[i], finish_reason="abort") for i in sorted(self.partial))
         return UnfinishedGroup(self.group(group_id), partial)
 

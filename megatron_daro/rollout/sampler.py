@@ -102,7 +102,7 @@ class Sampler:
         counters = state["counters"]
         self._collector.counters.load(counters)
         self._rollouter.load_counters(counters)
-        if lost := sum(map(_response_tokens, saved)) - sum(map(_response_tokens, waiting)):
+        if lost := sum(map(_generated_tokens, saved)) - sum(map(_generated_tokens, waiting)):
             self._collector.counters.aborted_tokens += lost
             self._notices.warn(
                 f"answers of {lost} tokens that wait in the checkpoint are asked for again: steps after it removed the "
@@ -240,5 +240,5 @@ class Sampler:
         }
 
 
-def _response_tokens(record: RecordedGroup) -> int:
+def _generated_tokens(record: RecordedGroup) -> int:
     return sum(rollout.generated_length for rollout in (*record.group.rollouts, *record.partial))

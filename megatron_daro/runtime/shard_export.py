@@ -17,7 +17,7 @@ from megatron_daro.config.stages import part_layers
 from megatron_daro.convert.mapping import naming_of
 from megatron_daro.errors import ModelError
 from megatron_daro.sync.digests import noted
-from megatron_daro.sync.plan import Connect, Digest, SendPlan, SendReport
+from megatron_daro.sync.plan import Connect, Digest, SendPlan, SendReport, is_compared
 from megatron_daro.sync.shard_layouts import TrainerLayout
 from megatron_daro.sync.shard_plan import ShardPlan, Write
 from megatron_daro.sync.shard_sender import Offer, ShardSender
@@ -64,7 +64,7 @@ class ShardExport:
         if digests and plan.digest_dtype:
             uncut = self._actor.tensor_parallel == 1
             whole = [(local.rule.hf_names[0], v) for local, v in shards if uncut or not local.rule.is_cut]
-            for _ in noted(whole, plan.digest_dtype, taken):
+            for _ in noted([(n, v) for n, v in whole if is_compared(n)], plan.digest_dtype, taken):
                 pass
         tensors: dict[str, Tensor] = {local.rule.megatron_name: values for local, values in shards}
         return replace(self._sender.send(tensors, plan, offers), digests=taken)

@@ -131,8 +131,9 @@ class UpdateCheck:
 
         Args:
             answers: by receiver. scores: float32 log-probs of the policy for the answer's (fixed, sampled) tokens.
-            digests: of what was sent; if they equal those of an earlier sync, nothing has changed since. base_R:
-                log-probs of the policy for the fixed text without adapters, if answers have `base_R`.
+            digests: of some of what was sent (`is_hashed`); equal ones of an earlier sync are taken to say that nothing
+                has changed since, so that no receiver is judged by noise.
+            base_R: log-probs of the policy for the fixed text without adapters, if answers have `base_R`.
 
         Returns:
             The verdicts.

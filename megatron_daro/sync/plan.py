@@ -21,8 +21,11 @@ ORIGIN_FILE = "megatron_daro.json"
 """File {"step": optimizer steps} in a directory of weights that are the result of a run."""
 
 NORM = "norm.weight"
-_HASHED = (NORM, "o_proj.weight")
+_COMPARED = (NORM, "o_proj.weight")
 """Name endings of the tensors whose checksums are compared: servers keep these unfused, and they are cheap to hash."""
+_FIRST_LAYER = "layers.0."
+"""Name part of tensors whose digests are taken as well: one of each kind of matrix, so that a step that trained
+anything changed some digest."""
 NOT_COMPARED = ("qkv_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head", "experts")
 """Name parts of tensors that a server need not hash, since it fuses them or they are large; no name that is compared
 contains one."""
@@ -153,4 +156,9 @@ class SendReport:
 
 def is_hashed(name: str) -> bool:
     """Whether the digest of this tensor is part of a report."""
-    return name.endswith(_HASHED)
+    return is_compared(name) or _FIRST_LAYER in name
+
+
+def is_compared(name: str) -> bool:
+    """Whether the digest of this tensor is compared with a server's checksum."""
+    return name.endswith(_COMPARED)

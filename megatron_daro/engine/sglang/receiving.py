@@ -21,7 +21,7 @@ from megatron_daro.engine.sglang.fleet import Server
 from megatron_daro.engine.sglang.memory import MemoryTag, resume
 from megatron_daro.engine.sglang.replies import BadAnswerError, read_checksums
 from megatron_daro.errors import EngineError, RefusedError
-from megatron_daro.sync.plan import NORM, NOT_COMPARED, Digest, SendPlan, SendReport, WeightFiles
+from megatron_daro.sync.plan import NORM, NOT_COMPARED, Digest, SendPlan, SendReport, WeightFiles, is_compared
 
 if TYPE_CHECKING:
     from megatron_daro.sync.shard_layouts import ServerLayout
@@ -312,6 +312,7 @@ def judge_checksums(
     Raises:
         EngineError: it has other weights.
     """
+    digests = {name: digest for name, digest in digests.items() if is_compared(name)}
     if facts.quantization:  # only norms: a small change of a matrix may be lost in rounding
         digests = {name: digest for name, digest in digests.items() if name.endswith(NORM)}
     same_bytes: list[str] = []
@@ -328,7 +329,8 @@ def judge_checksums(
             f"it kept its weights: of {len(changed)} tensors that changed since the last update, such as "
             f"{min(changed)}, none changed in it"
         )
-    return bool(same_bytes or compared), LastChecksums(digests, checksums)
+    told = [name for name in same_bytes if name in changed or name not in last.digests]
+    return bool(told or compared), LastChecksums(digests, checksums)
 
 
 def _hashes_as_sender(facts: ServerFacts) -> bool:
