@@ -437,8 +437,8 @@ class Controller:
 
     async def _end_batch(self, old_version: int) -> Mapping[str, float]:
         """Sync and evaluate; then the next batch may be generated, while this one is written. Also syncs after the last
-        batch and after a stop: servers of one's own end with the final weights, and the line of a step is the same
-        whether or not the run stops there. Returns metrics of the sync.
+        batch and after a stop: servers of one's own end with the final weights, and the line of a step has the same
+        metrics of the sync whether or not the run stops there. Returns these.
 
         Args:
             old_version: the weight version that the batch began with.

@@ -62,7 +62,7 @@ class Deadlines:
     """Until the Ray cluster has room for every rank and server."""
     policy_start: float = 3600.0
     """Until every rank of the policy runs and has its weights; with `engine.colocate` once for each of the two."""
-    verifier_start: float = 900.0
+    verifier_start: float = 1500.0
     """Until the verifiers' processes run."""
     engine_start: float = 1800.0
     """Until an engine can generate (a server loads its model)."""
@@ -86,7 +86,7 @@ class Deadlines:
     """One optimizer step."""
     collective: float = 1800.0
     """One collective operation of the ranks."""
-    sync: float = 4200.0
+    sync: float = 4800.0
     """Sending the weights to the engines."""
     memory: float = 1800.0
     """Offloading or onloading the policy's memory, or having servers release theirs."""

@@ -30,10 +30,10 @@ class HaDw(SampleAlgorithm):
     After a step with pass rate y, C becomes (1 - eta) C + eta y, with eta = rate * standard deviation of the last
     `window` values of C, at most 1. This rule cannot move a C that has never moved, and the paper gives no start: until
     `window` steps have passed, C is the mean of their y (the paper's hard update, eq. 134); in the first step it is
-    that step's own y.
+    that step's own y (with `every="batch"` in each step of the first batch).
 
     Here a step is an optimizer step; in the paper it is a batch of several. With `every="batch"` C stays the same for
-    all steps of a batch, and is updated with the pass rate of all of them when the next batch begins.
+    all steps of a later batch, and is updated with the pass rate of all of them when the next batch begins.
 
     Source: arXiv 2601.08521, eq. 7 to 17; scale 1.3 is the best of its table 7. eta's factor and the window are not
     printed: chosen 1 and 10.

@@ -192,11 +192,9 @@ def _balanced_ranks(costs: np.ndarray, num_ranks: int, least: int) -> list[list[
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     heap = [(0.0, rank) for rank in range(num_ranks)]
     owed, remaining = num_ranks * least, len(costs)
-    full: list[tuple[float, int]] = []
     for sample in _descending(costs).tolist():
         if remaining == owed:
             # Every sample left is needed by a rank that has too few: the other ranks get no more.
-            full += [entry for entry in heap if len(ranks[entry[1]]) >= least]
             heap = [entry for entry in heap if len(ranks[entry[1]]) < least]
             heapq.heapify(heap)
         load, rank = heapq.heappop(heap)

@@ -88,8 +88,9 @@ class BatchFiller:
 
     async def _begin_groups(self, batch: BatchSoFar, flight: Flight) -> None:
         """Begin the groups that are wanted, beside those in flight."""
-        # A group that this flight set aside is not replaced in it: the replacement would only wait as well.
-        missing = self._section.prompts_per_batch - len(batch.kept) - len(flight.unfinished)
+        # A new group that this flight set aside is not replaced in it: the replacement would only wait as well.
+        set_aside = [group for group in flight.unfinished if group.group_id not in flight.resumed]
+        missing = self._section.prompts_per_batch - len(batch.kept) - len(set_aside)
         wanted = max(self._filling.wanted(batch, flight, missing), 0)
         resumed, prompts = old_and_new(self._section, len(flight.to_resume), wanted)
         groups = self._resume(flight, resumed) | self._admit(flight, prompts)
@@ -109,6 +110,7 @@ class BatchFiller:
         groups = [flight.to_resume.popleft() for _ in range(count)]
         for group in groups:
             self._parts.ledger.resume(group.group_id)
+            flight.resumed.add(group.group_id)
             self._parts.collector.counters.groups_resumed += 1
         return {group.group_id: group.in_flight() for group in groups}
 

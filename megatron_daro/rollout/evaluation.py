@@ -5,8 +5,8 @@ measures more and keeps the answers (workshop/evaluate/measuring.py).
 
 `Evaluations` says when an evaluation is due; the controller begins one after a weight sync. It may run beside
 generation. The next sync and the next checkpoint wait for its end: all its answers are then of one weight version, and
-a checkpoint never lacks the metrics line of its step, which is held until the numbers are there
-(observe/step_lines.py). At most one is under way.
+a checkpoint never lacks the metrics line of its step, which is held until the numbers are there, or a stop cancels the
+evaluation (observe/step_lines.py). At most one is under way.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Filling(Protocol):
 
         Args:
             missing: how many kept groups the batch still lacks to `prompts_per_batch`, the most that it trains. Groups
-                in flight are not subtracted: a way does that itself. Groups that were set aside are.
+                in flight are not subtracted: a way does that itself. New groups that were set aside are.
         """
         ...
 

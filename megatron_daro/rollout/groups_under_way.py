@@ -158,7 +158,8 @@ class Flight:
 
     to_resume: groups that the previous `fill` left unfinished and that are not in flight again yet. calls: the running
     calls, with the groups that each generates. arrivals: calls that have ended; and None, a sign of life, for every
-    answer to one of several requests of a call. unfinished: groups that were set aside, or aborted at the end.
+    answer to one of several requests of a call. resumed: ids of the groups that continue from earlier flights.
+    unfinished: groups that were set aside, or aborted at the end.
     incomplete: (group, missing rollouts) after the last attempt. times_begun: how often groups were begun. admitted:
     prompts admitted so far. stopping: nothing more is asked of the engine.
     """
@@ -166,6 +167,7 @@ class Flight:
     to_resume: deque[UnfinishedGroup]
     calls: dict[asyncio.Task[None], dict[int, GroupInFlight]] = field(default_factory=dict)
     arrivals: asyncio.Queue[asyncio.Task[None] | None] = field(default_factory=asyncio.Queue)
+    resumed: set[int] = field(default_factory=set)
     unfinished: list[UnfinishedGroup] = field(default_factory=list)
     incomplete: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     times_begun: int = 0

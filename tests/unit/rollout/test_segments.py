@@ -158,6 +158,16 @@ def test_a_run_in_segments_that_crashed_goes_on_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("finish_batch", ["enough", "all"])
+def test_groups_that_go_on_do_not_keep_filtered_ones_from_being_replaced(finish_batch, monkeypatch):
+    monkeypatch.setattr(fleet_fakes, "length_of", lambda group_id, index: LONGEST if group_id < 4 else 1 + index % 2)
+    rollout = {"prompts_per_batch": 4, "oversampling": 1.0, "segment_tokens": 2, "max_response_tokens": LONGEST}
+    engine = FleetEngine() if finish_batch == "enough" else RoundsEngine()
+    parts = setup(True, rollout | {"max_staleness": LONGEST}, engine, finish_batch=finish_batch)
+    batch = sample(parts)
+    assert batch.filtered and len(batch.groups) == 4 and ids(batch.snapshot.unfinished)[:4] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("finish_batch", ["enough", "all"])
 def test_a_batch_is_not_given_up_before_its_longest_groups_can_have_ended(finish_batch, monkeypatch):
     """Every second problem is easy and its answers short: the filter takes these out while the others go on."""
     monkeypatch.setattr(fleet_fakes, "length_of", lambda group_id, index: LONGEST if group_id % 2 else 1)
