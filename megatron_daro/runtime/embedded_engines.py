@@ -111,6 +111,13 @@ class _Replica:
         return f"engine {self.number}"
 
 
+@dataclass(slots=True, eq=False)
+class _Share:
+    """What one call of `generate` asks of one replica: its requests that were not aborted."""
+
+    requests: tuple[GroupRequest, ...]
+
+
 class EmbeddedEngines:
     """The embedded engines of a run."""
 
@@ -128,6 +135,7 @@ class EmbeddedEngines:
         }
         self._replicas = [_Replica(number) for number in range(section.replicas)]
         self._tasks: set[asyncio.Task[None]] = set()
+        self._shares: set[_Share] = set()
         self._changed = asyncio.Event()
         self._fatal: Exception | None = None
         self._when_back: Callable[[str], Awaitable[None]] | None = None
@@ -179,23 +187,29 @@ class EmbeddedEngines:
     async def _ask(self, replica: _Replica, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
         """Yield one replica's rollouts, each once, however often the replica is restarted meanwhile."""
         given: set[tuple[int, int, int]] = set()
-        while True:
-            worker = await self._serving(replica)
-            try:
-                async for reference in worker.generate.remote(requests):
-                    rollouts = await reference
-                    first = rollouts[0].group_id, rollouts[0].attempt, rollouts[0].index
-                    if first not in given:
-                        given.add(first)
-                        yield rollouts
-                return
-            except RayError as error:
-                self.lose(replica, worker, translated(replica.name, error))
+        share = _Share(tuple(requests))
+        self._shares.add(share)
+        try:
+            while (worker := await self._serving(replica, share)) is not None:
+                try:
+                    async for reference in worker.generate.remote(share.requests):
+                        rollouts = await reference
+                        first = rollouts[0].group_id, rollouts[0].attempt, rollouts[0].index
+                        if first not in given:
+                            given.add(first)
+                            yield rollouts
+                    return
+                except RayError as error:
+                    self.lose(replica, worker, translated(replica.name, error))
+        finally:
+            self._shares.discard(share)
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
-        """Stop these groups (None: all) on every replica that runs. Requests that wait for a restarted replica are not
-        stopped."""
+        """Stop these groups (None: all): on every replica that runs, and where they wait for a restarted one."""
         ids = None if group_ids is None else list(group_ids)
+        for share in self._shares:
+            share.requests = tuple(one for one in share.requests if ids is not None and one.group_id not in ids)
+        self._tell()
         errors = await self.on_each(self.present(), lambda worker: worker.abort.remote(ids))
         for error in errors.values():
             if not isinstance(error, WorkerDiedError):
@@ -335,12 +349,13 @@ class EmbeddedEngines:
         if self._when_back:
             await self._when_back(replica.name)
 
-    async def _serving(self, replica: _Replica) -> ActorHandle:
-        """Wait until a replica has the weights. Raises what `fatal_error` returns."""
-        while replica.state != "serving" or replica.worker is None:
+    async def _serving(self, replica: _Replica, share: _Share) -> ActorHandle | None:
+        """Wait until a replica has the weights; returns None once its share was aborted. Raises what `fatal_error`
+        returns."""
+        while share.requests and (replica.state != "serving" or replica.worker is None):
             self._check()
             await self._changed.wait()
-        return replica.worker
+        return replica.worker if share.requests else None
 
     def _go_on(self, work: Coroutine[None, None, None]) -> None:
         """Run this in the background until `close`; its failure ends the run."""

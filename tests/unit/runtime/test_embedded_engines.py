@@ -226,6 +226,26 @@ def test_a_replica_that_came_back_generates_only_once_it_has_weights(group):
     run(generate())
 
 
+def test_an_abort_reaches_what_waits_for_a_replica_that_is_away(group):
+    async def aborted():
+        engines = await group.with_one_that_waits_for_weights()
+        waiting = asyncio.ensure_future(answers(engines, 0, 1, 2, 3))
+        await settle()
+        await engines.abort([3])
+        await settle()
+        assert not waiting.done(), "group 0 is still wanted"
+        await group.updated(3, only="engine 0")
+        assert await waiting == [(0, 0), (1, 1), (2, 2)]
+        group.newest(0).die()
+        await settle()
+        waiting = asyncio.ensure_future(answers(engines, 0, 1))
+        await settle()
+        await engines.abort()
+        assert await waiting == [(1, 1)]
+
+    run(aborted())
+
+
 def test_without_a_policy_replicas_serve_as_they_were_loaded_also_when_they_come_back(group):
     async def generate():
         await group.engines.start()
