@@ -29,8 +29,8 @@ steps included. `shutdown` closes engine, policy and what else is in `closers`. 
 Protocols.
 
 Three locks, always taken in this order: `_engine_lock` (the engine either generates or is changed as a whole; only a
-server that rejoins gets its weights while others generate), `WeightSync`'s (one sync or comparison at a time), and the
-policy's `hold` (the ranks work on one thing at a time).
+receiver that rejoins gets its weights while others generate), `WeightSync`'s (one sync or comparison at a time), and
+the policy's `hold` (the ranks work on one thing at a time).
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class EmbeddedEngines:
                 "the engines hold mixed weights after a failed update and do not generate; resume the run"
             )
         number = len(self._replicas)
-        # Calls with a single group go to the replicas in turn.
+        # A single group goes to the replica of its id, so that a repeated run repeats its batches.
         first = requests[0].group_id if len(requests) == 1 else 0
         shares = [(replica, requests[(replica.number - first) % number :: number]) for replica in self._replicas]
         finished = False
